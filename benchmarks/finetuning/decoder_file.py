@@ -49,7 +49,7 @@ class _Writer:
         value.type, value.shape = ir.TensorType(dtype), ir.Shape(sizes)
         return value
 
-    def quantised(self, name: str, outputs: int, inputs: int) -> tuple[str, str]:
+    def quantized(self, name: str, outputs: int, inputs: int) -> tuple[str, str]:
         """Draw the bytes themselves: 4-bit codes with a scale for every 32 of them."""
         size = (outputs, inputs // BLOCK, BLOCK // 2)
         codes = self.rng.integers(0, 256, size, np.uint8)
@@ -58,7 +58,7 @@ class _Writer:
         return self.store(f"{name}_Q4", codes), self.store(f"{name}_scales", scales)
 
     def product(self, x: str, path: str, inputs: int, outputs: int, y: str = "") -> str:
-        bits, scales = self.quantised(f"{path}.MatMul.weight", outputs, inputs)
+        bits, scales = self.quantized(f"{path}.MatMul.weight", outputs, inputs)
         return self.multiply(x, bits, scales, inputs, outputs, y or f"/{path}/MatMul/output_0")
 
     def multiply(self, x: str, bits: str, scales: str, k: int, n: int, y: str) -> str:
@@ -141,7 +141,7 @@ def _start(w: _Writer) -> str:
     angles = np.outer(np.arange(s.positions), turns)
     w.store("cos_cache", np.cos(angles).astype(np.float32))
     w.store("sin_cache", np.sin(angles).astype(np.float32))
-    bits, scales = w.quantised("lm_head.MatMul.weight", s.vocabulary, s.hidden)
+    bits, scales = w.quantized("lm_head.MatMul.weight", s.vocabulary, s.hidden)
     flat = w.store("flat", np.array([s.vocabulary, s.hidden // 2], np.int64))
     w.node("Reshape", [bits, flat], ["embed_tokens.bits"])
     return w.node(

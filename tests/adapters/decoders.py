@@ -71,7 +71,7 @@ class _Graph:
         if not self.int4:
             self.node("MatMul", [x, self.store(name, weight.T.copy())], [y], f"/{path}/MatMul")
             return weight
-        packed, scales, rounded = quantised(weight)
+        packed, scales, rounded = quantized(weight)
         inputs = [x, self.store(f"{name}_Q4", packed), self.store(f"{name}_scales", scales)]
         n, k = weight.shape
         self.node(
@@ -89,7 +89,7 @@ class _Graph:
         return rounded
 
 
-def quantised(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def quantized(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return bytes, scales and the numbers they stand for: symmetric, blocks of 32, 4 bits."""
     n, k = weight.shape
     blocks = weight.reshape(n, k // BLOCK, BLOCK)

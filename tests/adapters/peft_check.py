@@ -62,7 +62,7 @@ def check(file: Path, checkpoint: Path, **options: Any) -> dict[str, float]:
         if not adapted.dora:
             served = run_served(adapted, feeds, Path(folder))
             result["onnx_adapter"] = difference(served[valid], logits[valid])
-        merged = adapted.merge(quantised="requantise" if adapted.dora else "branch").model
+        merged = adapted.merge(quantized="requantize" if adapted.dora else "branch").model
         if not (adapted.dora and "int4" in str(file)):
             result["merged"] = difference(run(merged, feeds)[valid], logits[valid])
         again = onnxtrain.load_adapter(exact, folder, family=adapted.family)
@@ -102,25 +102,25 @@ def original(adapted: Adapted, checkpoint: Path) -> Any:
         checkpoint, dtype=torch.float32, attn_implementation="eager"
     )
     modules = dict(model.named_modules())
-    for unit in find_target_modules(find_base_layers(adapted.plain.graph), adapted.family):
-        if unit.module in modules:
-            weight = modules[unit.module].weight
-            array = torch.from_numpy(weight_of(unit).copy())
-            if unit.kind == EMBEDDING:
+    for target in find_target_modules(find_base_layers(adapted.plain.graph), adapted.family):
+        if target.module in modules:
+            weight = modules[target.module].weight
+            array = torch.from_numpy(weight_of(target).copy())
+            if target.kind == EMBEDDING:
                 continue
-            assert weight.shape == array.shape, unit.module
+            assert weight.shape == array.shape, target.module
             with torch.no_grad():
                 weight.copy_(array)
         else:
-            raise AssertionError(f"torch has no {unit.module}")
+            raise AssertionError(f"torch has no {target.module}")
     return model
 
 
-def weight_of(unit: TargetModule) -> np.ndarray:
-    """Return the weights of a unit, [outputs, inputs]."""
-    parts = [frozen_weight(s.layer)[:, s.start : s.start + s.width] for s in unit.sites]
-    whole = parts[0] if unit.kind == EMBEDDING else np.concatenate(parts, axis=1)
-    return whole if unit.kind == EMBEDDING else whole.T
+def weight_of(target: TargetModule) -> np.ndarray:
+    """Return the weights of a target, [outputs, inputs]."""
+    parts = [frozen_weight(s.layer)[:, s.start : s.start + s.width] for s in target.slices]
+    whole = parts[0] if target.kind == EMBEDDING else np.concatenate(parts, axis=1)
+    return whole if target.kind == EMBEDDING else whole.T
 
 
 def batch(model: ir.Model) -> dict[str, np.ndarray]:

@@ -94,11 +94,11 @@ def original(adapted: Adapted, producer: str, family: str) -> Any:
     model = transformers_model(producer, family)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     arrays: dict[str, np.ndarray] = {}
-    for unit in find_target_modules(find_base_layers(adapted.plain.graph), family):
-        assert unit.module in modules, f"torch has no {unit.module}"
-        array = weight_of(unit)
-        turned = isinstance(modules[unit.module], transformers.pytorch_utils.Conv1D)
-        arrays[f"{unit.module}.weight"] = array.T if turned else array
+    for target in find_target_modules(find_base_layers(adapted.plain.graph), family):
+        assert target.module in modules, f"torch has no {target.module}"
+        array = weight_of(target)
+        turned = isinstance(modules[target.module], transformers.pytorch_utils.Conv1D)
+        arrays[f"{target.module}.weight"] = array.T if turned else array
     for name, x in adapted.plain.graph.initializers.items():
         tensor = x.const_value
         if name in parameters and name not in arrays and tensor is not None:

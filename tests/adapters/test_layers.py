@@ -9,7 +9,7 @@ import pytest
 
 import onnxtrain
 from onnxtrain.adapters.layers import find_base_layers, frozen_weight
-from tests.adapters.decoders import quantised
+from tests.adapters.decoders import quantized
 from tests.adapters.test_files import run
 from tests.adapters.test_gradients import drawn
 
@@ -48,7 +48,7 @@ def bnb4(weight: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
-PACKED, SCALES, _ = quantised(np.ascontiguousarray(WEIGHT.T))
+PACKED, SCALES, _ = quantized(np.ascontiguousarray(WEIGHT.T))
 NARROW, STEP = int8(WEIGHT)
 LAYERS = {
     "MatMul": net("y = MatMul(x, fc__weight)", fc__weight=WEIGHT),
@@ -123,7 +123,7 @@ def test_a_branch_trains_beside_it(name):
 
 
 def test_embeddings_of_few_bits():
-    data, scales, rounded = quantised(np.ascontiguousarray(np.pad(WEIGHT.T, ((0, 0), (0, 0)))))
+    data, scales, rounded = quantized(np.ascontiguousarray(np.pad(WEIGHT.T, ((0, 0), (0, 0)))))
     model = net(
         "z = com.microsoft.GatherBlockQuantized <bits=4, block_size=32, gather_axis=0, "
         "quantize_axis=1> (table__weight_Q4, x, scales) y = MatMul(z, w)",

@@ -109,8 +109,8 @@ def test_start_values_are_those_of_peft(tmp_path):
         ({"targets": []}, "`targets` is empty"),
         ({"rank": 40, "targets": "all-linear"}, r"rank 40 is larger than a layer: .*k_proj"),
         ({"rank": 0}, "rank must be at least 1"),
-        ({"alpha": 0}, "alpha must be above 0"),
-        ({"dropout": 1.0}, "dropout must lie"),
+        ({"alpha": 0}, "alpha must be positive"),
+        ({"dropout": 1.0}, "dropout must be in"),
     ],
 )
 def test_bad_requests_are_refused(tmp_path, options, message):

@@ -46,7 +46,7 @@ def test_parts_of_a_layer_that_torch_packs_by_heads_are_refused(
     family: str, tmp_path: Path
 ) -> None:
     adapted = onnxtrain.lora(attention_block(), 2, targets="attention", family=family)
-    assert adapted.foreign == tuple(f"{STEM}.{c}_proj" for c in "qkv")
+    assert adapted.not_in_peft == tuple(f"{STEM}.{c}_proj" for c in "qkv")
     with pytest.raises(PrepareError, match=r"packs '.*\.q_proj'.*\nhint: export_merged"):
         adapted.export_peft(tmp_path / "peft")
     assert not (tmp_path / "peft").exists()

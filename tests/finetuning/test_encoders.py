@@ -51,7 +51,7 @@ def test_pooling_counts_what_the_mask_counts() -> None:
     assert [y.name for y in again.graph.outputs] == ["sentence_embedding"]
     np.testing.assert_allclose(run(again), mean, rtol=1e-5, atol=1e-6)
     assert run(add_classifier(model, 3)).shape == (2, 3)
-    with pytest.raises(PrepareError, match="no such pooling: 'max'"):
+    with pytest.raises(PrepareError, match="unknown pooling: 'max'"):
         add_pooling(model, how="max")
 
 
@@ -95,7 +95,7 @@ def test_pairs_come_near_each_other(tmp_path: Path, parts: int) -> None:
 
 def test_data_that_does_not_fit_the_kind(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "model", encoder(classes=2))
-    with pytest.raises(PrepareError, match="form 'text', not label"):
+    with pytest.raises(PrepareError, match="format .text., not label"):
         onnxtrain.finetune(folder, ["a text"], tmp_path / "out", **FAST)
     one = [{"text": "a", "label": "x"}, {"text": "b", "label": "x"}]
     with pytest.raises(PrepareError, match="one class only: x"):
@@ -108,14 +108,14 @@ def test_data_that_does_not_fit_the_kind(tmp_path: Path) -> None:
 
 def test_kinds_are_told_by_the_files(tmp_path: Path) -> None:
     genai = genai_folder(tmp_path / "genai", llama(layers=1))
-    assert (inspect_model(genai).kind, inspect_model(genai).why) == (
+    assert (inspect_model(genai).kind, inspect_model(genai).reason) == (
         "causal_lm",
         "genai_config.json",
     )
-    assert inspect_model(genai).vocabulary == 96
-    assert inspect_model(genai).eos == (2,)
+    assert inspect_model(genai).vocab_size == 96
+    assert inspect_model(genai).eos_token_ids == (2,)
     (genai / "genai_config.json").unlink()
-    assert inspect_model(genai).why == "its inputs for a cache"
+    assert inspect_model(genai).reason == "its KV cache inputs"
     for name, model, kind in (
         ("scores", encoder(classes=3), "classification"),
         ("vectors", encoder(), "embeddings"),
@@ -126,7 +126,7 @@ def test_kinds_are_told_by_the_files(tmp_path: Path) -> None:
     config = {"architectures": ["OtherForCausalLM"], "max_position_embeddings": 77}
     (tmp_path / "vectors/config.json").write_text(json.dumps(config))
     known = inspect_model(tmp_path / "vectors")
-    assert (known.kind, known.positions) == ("causal_lm", 77)
+    assert (known.kind, known.max_positions) == ("causal_lm", 77)
     (tmp_path / "empty").mkdir()
     with pytest.raises(LoadError, match=r"no \.onnx file"):
         inspect_model(tmp_path / "empty")

@@ -182,11 +182,11 @@ def test_preview_shows_masks_and_trains_nothing(folder: Path, tmp_path: Path) ->
         ({"lora_rank": -1}, PrepareError, "lora_rank must not be negative"),
         ({"lora_rank": 4, "train": "norm"}, PrepareError, "train chooses weights"),
         ({"epochs": 0}, PrepareError, "epochs must be at least 1"),
-        ({"kind": "poetry"}, PrepareError, "no such kind of model: 'poetry'"),
-        ({"kind": "vision"}, PrepareError, "a vision model takes pictures only"),
+        ({"kind": "poetry"}, PrepareError, "unknown kind of model: 'poetry'"),
+        ({"kind": "vision"}, PrepareError, "a vision model takes images only"),
         ({"validation": 1.5}, PrepareError, "a part below 1"),
         ({"validation": "missing.jsonl"}, LoadError, "cannot be read"),
-        ({"tokenizer": "nowhere"}, LoadError, "no tokenizer"),
+        ({"tokenizer": "nowhere"}, LoadError, "tokenizer not found"),
     ],
 )
 def test_bad_options_are_refused_before_the_first_step(
@@ -205,7 +205,7 @@ def test_bad_data_is_refused_before_the_first_step(folder: Path, tmp_path: Path)
         tune({"input_ids": [[1, 2]], "labels": [[1, 96]]})
     with pytest.raises(ShapeError, match="1 rows are longer than 8 tokens, row 0 first"):
         tune({"input_ids": [[1] * 9]}, max_length=8)
-    with pytest.raises(PrepareError, match="does not learn from records of the form 'label'"):
+    with pytest.raises(PrepareError, match="does not learn from records of the format 'label'"):
         tune([{"text": "a", "label": "b"}])
     with pytest.raises(LoadError, match="no such file or folder"):
         onnxtrain.finetune(tmp_path / "no", CHAT, tmp_path / "out")
@@ -254,7 +254,7 @@ def test_vectors_instead_of_tokens_are_named(tmp_path: Path) -> None:
                 node.input[i] = "inputs_embeds"
     genai = genai_folder(write_tokenizer(tmp_path / "model"), model)
     with pytest.raises(
-        PrepareError, match=r"'inputs_embeds', vectors instead of tokens\nhint: exp"
+        PrepareError, match=r"'inputs_embeds': embeddings instead of token ids\nhint: exp"
     ):
         onnxtrain.finetune(genai, [{"text": "the cat"}] * 2, tmp_path / "out", **FAST)
 
@@ -270,5 +270,5 @@ def test_a_file_that_does_not_run_here_trains_without_samples(
     texts = [{"text": "the cat says meow"}] * 2
     result = onnxtrain.finetune(folder, texts, tmp_path / "out", epochs=1, **FAST)
     assert result.samples == ()
-    assert "no samples, the file itself does not run here: onnxruntime refuses" in result.notes[-1]
+    assert "no samples: the model does not run here: onnxruntime cannot" in result.notes[-1]
     assert "merged/" in result.files

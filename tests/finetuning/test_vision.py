@@ -70,11 +70,11 @@ def test_the_command_takes_a_table_of_paths(folder: Path) -> None:
     given = [str(folder / "vision.onnx"), "--data", str(table), "-o", str(folder / "out")]
     shown = CliRunner().invoke(app, ["finetune", *given, "--preview"])
     assert shown.exit_code == 0, shown.output
-    assert "15 pictures; 1 for validation" in shown.output or "16 pictures" in shown.output
+    assert "15 images; 1 for validation" in shown.output or "16 images" in shown.output
     assert "3 x 8 x 8" in shown.output
     done = CliRunner().invoke(app, ["finetune", *given, "--epochs", "2", "--validation", "0.25"])
     assert done.exit_code == 0, done.output
-    assert "pictures/s" in done.output or "accuracy" in done.output
+    assert "images/s" in done.output or "accuracy" in done.output
     assert (folder / "out" / "merged" / "vision.onnx").is_file()
     report = json.loads((folder / "out" / "report.json").read_text())
     assert 0 <= report["after"]["accuracy"] <= 1
@@ -90,9 +90,9 @@ def test_pictures_are_made_as_the_configuration_says(folder: Path) -> None:
     deviation = np.array(settings["image_std"], np.float32).reshape(1, 3, 1, 1)
     assert isinstance(plain, VisionTask)
     assert isinstance(normal, VisionTask)
-    assert plain.pictures.min() >= 0
-    assert plain.pictures.max() <= 1
-    np.testing.assert_allclose(normal.pictures, (plain.pictures - mean) / deviation, rtol=1e-6)
+    assert plain.images.min() >= 0
+    assert plain.images.max() <= 1
+    np.testing.assert_allclose(normal.images, (plain.images - mean) / deviation, rtol=1e-6)
     assert any("no preprocessor_config.json" in n for n in plain.notes)
     assert not normal.notes
 

@@ -12,13 +12,13 @@ import onnxtrain
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.losses import CausalLM
-from tests.adapters.decoders import quantised
+from tests.adapters.decoders import quantized
 from tests.losses.small import weight
 
 WORDS, WIDTH = 8192, 64
 rng = np.random.default_rng(5)
 TABLE, MIDDLE = (rng.standard_normal(s).astype(np.float32) for s in ((50, WIDTH), (WIDTH, WIDTH)))
-PACKED, SCALES, HEAD = quantised(rng.standard_normal((WORDS, WIDTH)).astype(np.float32))
+PACKED, SCALES, HEAD = quantized(rng.standard_normal((WORDS, WIDTH)).astype(np.float32))
 
 
 def model() -> ir.Model:

@@ -72,7 +72,7 @@ def test_bad_lines_are_counted_and_named(tmp_path: Path) -> None:
     [
         ([], "there is nothing in it"),
         ([{"text": "a"}, "x", "y"], "2 of 3 lines left out: line 2"),
-        ([{"text": "a"}, {"prompt": "a", "completion": "b"}], "several forms.*line 2.*line 1"),
+        ([{"text": "a"}, {"prompt": "a", "completion": "b"}], "several formats.*line 2.*line 1"),
         (
             [{"messages": [{"role": "user", "content": "hi"}]}],
             "line 1: no message is from the assistant",
@@ -97,12 +97,12 @@ def test_other_files(tmp_path: Path) -> None:
     ]
     (tmp_path / "b.csv").write_text('text,label\n"good, really",pos\nbad,neg\n')
     rows = read_records(tmp_path / "b.csv").records
-    assert [(r.form, r.fields["text"], r.fields["label"]) for r in rows] == [
+    assert [(r.format, r.fields["text"], r.fields["label"]) for r in rows] == [
         ("label", "good, really", "pos"),
         ("label", "bad", "neg"),
     ]
     (tmp_path / "c.json").write_text('[{"sentence1": "a", "sentence2": "b"}]')
-    assert read_records(tmp_path / "c.json").form == "pair"
+    assert read_records(tmp_path / "c.json").format == "pair"
     (tmp_path / "d.json").write_text('{"text": "a"}')
     with pytest.raises(LoadError, match="not a list of records"):
         read_records(tmp_path / "d.json")
@@ -117,9 +117,9 @@ def test_records_of_python() -> None:
     read = read_records(
         [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]
     )
-    assert read.form == "messages"
+    assert read.format == "messages"
     assert [m["role"] for m in read.records[0].fields["messages"]] == ["user", "assistant"]
-    assert read_records(["a text", "another"]).form == "text"
+    assert read_records(["a text", "another"]).format == "text"
 
 
 # -- tokens -----------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_template_in_a_file_and_templates_that_refuse(
     with pytest.raises(LoadError, match="chat template cannot be read"):
         Tokenizer(folder).chat(CHAT)
     (folder / "chat_template.jinja").write_text("{{ messages.__class__.__mro__ }}")
-    with pytest.raises(PrepareError, match="refuses"):
+    with pytest.raises(PrepareError, match="rejects the messages"):
         Tokenizer(folder).chat(CHAT)
 
 
@@ -218,7 +218,7 @@ def test_arrays_of_ids_and_bad_labels() -> None:
 
 
 def test_missing_files_and_broken_tokenizers(tmp_path: Path, tokenizers_installed: None) -> None:
-    with pytest.raises(LoadError, match="no tokenizer beside the model"):
+    with pytest.raises(LoadError, match="tokenizer not found"):
         Tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(LoadError, match="not a tokenizer"):

@@ -60,13 +60,13 @@ def test_a_trainer_generates_with_its_weights() -> None:
 def test_draws_follow_the_probabilities() -> None:
     logits = np.log(np.array([0.5, 0.3, 0.15, 0.05]))
     rng = np.random.default_rng(0)
-    counts = np.bincount([Sampling(1.0).pick(logits, rng) for _ in range(4000)], minlength=4)
+    counts = np.bincount([Sampling(1.0).sample(logits, rng) for _ in range(4000)], minlength=4)
     np.testing.assert_allclose(counts / 4000, [0.5, 0.3, 0.15, 0.05], atol=0.03)
-    kept = {Sampling(1.0, top_p=0.75).pick(logits, rng) for _ in range(200)}
+    kept = {Sampling(1.0, top_p=0.75).sample(logits, rng) for _ in range(200)}
     assert kept == {0, 1}
-    cold = np.mean([Sampling(0.25).pick(logits, rng) == 0 for _ in range(500)])
+    cold = np.mean([Sampling(0.25).sample(logits, rng) == 0 for _ in range(500)])
     assert cold > 0.8
-    with pytest.raises(PrepareError, match="top_p must lie"):
+    with pytest.raises(PrepareError, match="top_p must be in"):
         Sampling(1.0, top_p=0.0)
 
 
@@ -86,7 +86,7 @@ def test_text_in_text_out(tmp_path: Path) -> None:
 
 
 def test_what_cannot_generate_says_so() -> None:
-    with pytest.raises(OnnxTrainError, match="which tokenizer"):
+    with pytest.raises(OnnxTrainError, match="requires a tokenizer"):
         generate(llama(), "the cat")
     with pytest.raises(PrepareError, match="the prompt is empty"):
         generate(llama(), [])
@@ -94,5 +94,5 @@ def test_what_cannot_generate_says_so() -> None:
         '<ir_version: 10, opset_import: ["": 21]> g (float[n, 3] x) => (float[n, 3] y)'
         " { y = Relu(x) }"
     )
-    with pytest.raises(PrepareError, match="not a language model: it takes x"):
+    with pytest.raises(PrepareError, match="not a language model: its inputs are x"):
         generate(digits, [1, 2])

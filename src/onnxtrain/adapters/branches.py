@@ -1,22 +1,25 @@
-"""The table of a model's adapters: one row per pair of matrices.
+"""Add LoRA and DoRA adapters to a graph.
 
-Shares of adapters in the output of a layer.
+``attach_adapters`` creates the matrices of each adapter and adds a branch to its base layer:
 
-Adapters put into a graph: their matrices, their branches, their rows in the table.
+    before:  x -> MatMul(W) -> y
+    after:   x -> MatMul(W) -> y -> Add -> total
+             x -> MatMul(A) -> Mul(scaling) -> MatMul(B) -^
 
-Low-rank branches in the graph: ``y + scaling * (x A) B`` beside a frozen layer.
+Layers that read the same x share its Dropout. A packed layer (query, key and value in one MatMul)
+gets one branch: the A matrices are concatenated, the B matrices are padded to the packed width.
 
-DoRA: a trained length for each output, while the branch turns the weights.
+DoRA adds a trained magnitude m per output. With ``V = W + s A B`` and norms per column,
 
-With ``V = W + s A B`` column by column, ``y = x V * m / |V|``. The length of V counts as a constant
-when gradients are computed, as its authors propose. It needs no weights as floats:
+    y = x V * m / |V|
+    |V|^2 = |W|^2 + 2 s sum((A^T W) * B) + s^2 sum(B * (A^T A B))
 
-``|V|^2 = |W|^2 + 2 s sum((A^T W) * B) + s^2 sum(B * (A^T A B))``,
+``A^T W`` is the base layer applied to the rows of ``A^T``, so quantized weights are never unpacked.
+``|V|`` is constant in the backward pass, as section 4.3 of the DoRA paper proposes.
 
-where ``A^T W`` is the frozen layer itself, applied to the rows of ``A^T``.
+With dropout, x in the second and third term is the dropped-out input d, as in PEFT:
 
-With dropout, only what turns or stretches the weights reads the activations ``d`` that are left:
-``y = x W + (m / |V| - 1) * d W + m / |V| * s d A B``, as in PEFT.
+    y = x W + (m / |V| - 1) * d W + m / |V| * s d A B
 """
 
 from __future__ import annotations
@@ -47,30 +50,30 @@ from onnxtrain.importer.parameters import PARAMETERS
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """One pair of matrices beside a frozen layer."""
+    """The adapter of one torch module: its initializers, sizes and scaling."""
 
     module: str
-    """The path of the torch module, as PEFT files name it."""
+    """Path of the torch module, as in PEFT files."""
     kind: str
     """``linear``, ``embedding`` or ``conv``."""
     nodes: tuple[str, ...]
-    """Names of the nodes that the branch stands beside."""
+    """Names of the base layers' nodes."""
     a: str
-    """The initializer of the first factor: [inputs, rank]; of a convolution, its kernel."""
+    """Initializer of lora_A: ``[inputs, rank]``, or the kernel of a convolution."""
     b: str
-    """The initializer of the second factor: [rank, outputs]; of a convolution, its kernel."""
+    """Initializer of lora_B: ``[rank, outputs]``, or the kernel of a convolution."""
     magnitude: str | None
-    """The initializer of the magnitudes, with DoRA."""
+    """Initializer of the DoRA magnitudes, if any."""
     inputs: int
     outputs: int
     rank: int
     alpha: float
     scaling: float
-    """What the product of both factors is multiplied by."""
+    """``alpha / rank``, or ``alpha / sqrt(rank)`` with rsLoRA."""
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of all initializers that train."""
+        """Names of the trainable initializers."""
         return (self.a, self.b) if self.magnitude is None else (self.a, self.b, self.magnitude)
 
     def __str__(self) -> str:
@@ -80,7 +83,7 @@ class Adapter:
 
 @dataclasses.dataclass(frozen=True)
 class AdapterSlice:
-    """An adapter's share in the output of one layer."""
+    """The columns of one layer's output that one adapter changes."""
 
     a: ir.Value
     b: ir.Value
@@ -90,121 +93,126 @@ class AdapterSlice:
     width: int
     column: int
     outputs: int
-    """How many columns ``b`` has in all."""
+    """All columns of ``b``: more than ``width`` if the module spans several layers."""
     magnitude: ir.Value | None = None
-    squared_length: ir.Value | None = None
-    """Of the frozen weights of each output, with DoRA."""
+    squared_norm: ir.Value | None = None
+    """``|W|^2`` of each output of the module, with DoRA."""
 
 
-_BIAS = {"Gemm": 2, "Conv": 2, "MatMulNBits": 5}  # the place of the bias among the inputs
+_BIAS_INPUT = {"Gemm": 2, "Conv": 2, "MatMulNBits": 5}
 
 
-def weight_norms(unit: TargetModule) -> np.ndarray:
-    """Return the length of the frozen weights of each output."""
-    parts = []
-    for site in unit.sites:
-        weight = frozen_weight(site.layer).astype(np.float64)
-        if site.layer.kind == CONV:
-            parts.append(np.sqrt((weight**2).sum(axis=tuple(range(1, weight.ndim)))))
-        elif site.column == sum(p.size for p in parts):
-            columns = weight[:, site.start : site.start + site.width]
-            parts.append(np.sqrt((columns**2).sum(axis=0)))
-    return np.concatenate(parts)
+def weight_norms(target: TargetModule) -> np.ndarray:
+    """Return the norm of the frozen weights of each output."""
+    norms = []
+    for s in target.slices:
+        weight = frozen_weight(s.layer).astype(np.float64)
+        if s.layer.kind == CONV:
+            norms.append(np.sqrt((weight**2).sum(axis=tuple(range(1, weight.ndim)))))
+        # A second layer with the same weights covers columns that are already there.
+        elif s.column == sum(n.size for n in norms):
+            columns = weight[:, s.start : s.start + s.width]
+            norms.append(np.sqrt((columns**2).sum(axis=0)))
+    return np.concatenate(norms)
 
 
 def apply_magnitude(
-    op: OpBuilder, layer: BaseLayer, pieces: Sequence[AdapterSlice], branch: ir.Value, x: ir.Value
+    op: OpBuilder, layer: BaseLayer, slices: Sequence[AdapterSlice], branch: ir.Value, x: ir.Value
 ) -> ir.Value:
-    """Return what takes the place of a layer's output; its bias is added behind, in place.
+    """Return the DoRA output of a layer; without dropout, move its bias behind the scaling.
 
     Args:
-        op: writes nodes behind the layer.
-        layer: the frozen layer.
-        pieces: the adapters in its output.
-        branch: what they add.
-        x: the activations that the branch reads.
+        op: builder positioned after the layer.
+        layer: the base layer.
+        slices: the adapters in its output.
+        branch: their LoRA output, ``s x A B``.
+        x: the input of the branch: that of the layer, with dropout if there is any.
     """
     if x is not layer.x:
-        factors = _magnitude_factors(op, layer, pieces)
-        stretched = op.Mul(_apply_base_layer(op, layer, x), op.Sub(factors, 1.0))
-        return op.Add(layer.y, op.Add(stretched, op.Mul(branch, factors)))
+        factors = _magnitude_factors(op, layer, slices)
+        scaled = op.Mul(_apply_base_layer(op, layer, x), op.Sub(factors, 1.0))
+        return op.Add(layer.y, op.Add(scaled, op.Mul(branch, factors)))
     bias = _take_bias(layer.node)
-    total = op.Mul(op.Add(layer.y, branch), _magnitude_factors(op, layer, pieces))
+    total = op.Mul(op.Add(layer.y, branch), _magnitude_factors(op, layer, slices))
     return total if bias is None else op.Add(total, _per_channel(op, layer, bias))
 
 
 def _take_bias(node: ir.Node) -> ir.Value | None:
-    place = _BIAS.get(node.op_type, 0)
-    bias = node.inputs[place] if place and len(node.inputs) > place else None
+    """Remove the bias of a layer and return it, if there is one."""
+    index = _BIAS_INPUT.get(node.op_type, 0)
+    bias = node.inputs[index] if index and len(node.inputs) > index else None
     if bias is not None:
-        node.replace_input_with(place, None)
+        node.replace_input_with(index, None)
     return bias
 
 
 def _per_channel(op: OpBuilder, layer: BaseLayer, x: ir.Value) -> ir.Value:
-    """Return a vector over the outputs in the shape that it is broadcast in."""
+    """Return a vector with one value per output in a shape that broadcasts to the output."""
     if layer.kind != CONV:
         beta = layer.node.attributes.get_float("beta", 1.0) if is_op(layer.node, "Gemm") else 1.0
         return x if beta == 1.0 else op.Mul(x, beta)
     return op.Reshape(x, [-1, *[1] * len(layer.kernel)])
 
 
-def _magnitude_factors(op: OpBuilder, layer: BaseLayer, pieces: Sequence[AdapterSlice]) -> ir.Value:
-    """Return what each output is multiplied by; outputs without an adapter stay as they are."""
-    parts, at = [], 0
-    for piece in sorted(pieces, key=lambda p: p.start):
-        if piece.start > at:
-            parts.append(op.const(np.ones(piece.start - at), layer.dtype))
-        parts.append(_magnitude_factor(op, layer, piece))
-        at = piece.start + piece.width
-    if at < layer.outputs:
-        parts.append(op.const(np.ones(layer.outputs - at), layer.dtype))
-    whole = parts[0] if len(parts) == 1 else op.Concat(*parts, axis=0)
+def _magnitude_factors(op: OpBuilder, layer: BaseLayer, slices: Sequence[AdapterSlice]) -> ir.Value:
+    """Return ``m / |V|`` of each output; 1 for outputs without an adapter."""
+    factors, end = [], 0
+    for part in sorted(slices, key=lambda p: p.start):
+        if part.start > end:
+            factors.append(op.const(np.ones(part.start - end), layer.dtype))
+        factors.append(_magnitude_factor(op, layer, part))
+        end = part.start + part.width
+    if end < layer.outputs:
+        factors.append(op.const(np.ones(layer.outputs - end), layer.dtype))
+    whole = factors[0] if len(factors) == 1 else op.Concat(*factors, axis=0)
     return _per_channel(op, layer, whole) if layer.kind == CONV else whole
 
 
-def _magnitude_factor(op: OpBuilder, layer: BaseLayer, piece: AdapterSlice) -> ir.Value:
-    """Return ``m / |V|`` of a piece."""
-    assert piece.magnitude is not None
-    assert piece.squared_length is not None
-    rows, images = _lora_a_and_projection(op, layer, piece)
-    b = op.Transpose(op.Reshape(piece.b, [-1, piece.rank])) if layer.kind == CONV else piece.b
-    own = piece.column, piece.column + piece.width
-    magnitude, fixed = piece.magnitude, piece.squared_length
-    if piece.width != piece.outputs:
-        b = op.Slice(b, [own[0]], [own[1]], [1])
-        magnitude, fixed = (op.Slice(v, [own[0]], [own[1]], [0]) for v in (magnitude, fixed))
-    gram = op.MatMul(rows, op.Transpose(rows, perm=[1, 0]))
-    mixed = op.ReduceSum(op.Mul(images, b), [0], keepdims=0)
+def _magnitude_factor(op: OpBuilder, layer: BaseLayer, part: AdapterSlice) -> ir.Value:
+    """Return ``m / |V|`` of the columns of one adapter."""
+    assert part.magnitude is not None
+    assert part.squared_norm is not None
+    a_t, a_t_w = _lora_a_and_projection(op, layer, part)
+    b = op.Transpose(op.Reshape(part.b, [-1, part.rank])) if layer.kind == CONV else part.b
+    start, end = part.column, part.column + part.width
+    magnitude, w_squared = part.magnitude, part.squared_norm
+    if part.width != part.outputs:
+        b = op.Slice(b, [start], [end], [1])
+        magnitude, w_squared = (op.Slice(v, [start], [end], [0]) for v in (magnitude, w_squared))
+    gram = op.MatMul(a_t, op.Transpose(a_t, perm=[1, 0]))
+    cross = op.ReduceSum(op.Mul(a_t_w, b), [0], keepdims=0)
     square = op.ReduceSum(op.Mul(b, op.MatMul(gram, b)), [0], keepdims=0)
-    s = piece.scaling
-    length = op.Sqrt(op.Add(fixed, op.Add(op.Mul(mixed, 2 * s), op.Mul(square, s * s))))
-    return op.Div(magnitude, _stop_gradient(op, length))
+    s = part.scaling
+    norm = op.Sqrt(op.Add(w_squared, op.Add(op.Mul(cross, 2 * s), op.Mul(square, s * s))))
+    return op.Div(magnitude, _stop_gradient(op, norm))
 
 
 def _lora_a_and_projection(
-    op: OpBuilder, layer: BaseLayer, piece: AdapterSlice
+    op: OpBuilder, layer: BaseLayer, part: AdapterSlice
 ) -> tuple[ir.Value, ir.Value]:
-    """Return ``A^T`` and ``A^T W`` on the columns of a piece."""
+    """Return ``A^T`` and the columns of ``A^T W`` that belong to one adapter."""
     if layer.kind == CONV:
-        rows = op.Reshape(piece.a, [piece.rank, -1])
+        a_t = op.Reshape(part.a, [part.rank, -1])
         kernel = op.Reshape(layer.node.inputs[1], [layer.outputs, -1])
-        return rows, op.MatMul(rows, op.Transpose(kernel, perm=[1, 0]))
-    rows = op.Transpose(piece.a, perm=[1, 0])
-    images = _apply_base_layer(op, layer, rows, leave="accuracy_level")
-    if images.shape is None:
-        images.shape = ir.Shape([piece.rank, layer.outputs])
-    if piece.width != layer.outputs:
-        images = op.Slice(images, [piece.start], [piece.start + piece.width], [1])
-    return rows, images
+        return a_t, op.MatMul(a_t, op.Transpose(kernel, perm=[1, 0]))
+    a_t = op.Transpose(part.a, perm=[1, 0])
+    # accuracy_level=4 would round A^T to 8 bits, and the norm would not be that of the weights.
+    a_t_w = _apply_base_layer(op, layer, a_t, without="accuracy_level")
+    if a_t_w.shape is None:
+        a_t_w.shape = ir.Shape([part.rank, layer.outputs])
+    if part.width != layer.outputs:
+        a_t_w = op.Slice(a_t_w, [part.start], [part.start + part.width], [1])
+    return a_t, a_t_w
 
 
-def _apply_base_layer(op: OpBuilder, layer: BaseLayer, x: ir.Value, *, leave: str = "") -> ir.Value:
-    """Return what the layer makes of other activations, without its bias."""
+def _apply_base_layer(
+    op: OpBuilder, layer: BaseLayer, x: ir.Value, *, without: str = ""
+) -> ir.Value:
+    """Return ``x W``: the base layer applied to another input, without its bias."""
     node = layer.node
-    attributes = [a for n, a in node.attributes.items() if n not in (leave, "beta")]
-    keep = list(node.inputs)[: _BIAS.get(node.op_type, len(node.inputs))]
-    copy = ir.Node(node.domain, node.op_type, [x, *keep[1:]], attributes, version=node.version)
+    attributes = [a for n, a in node.attributes.items() if n not in (without, "beta")]
+    inputs = list(node.inputs)[: _BIAS_INPUT.get(node.op_type, len(node.inputs))]
+    copy = ir.Node(node.domain, node.op_type, [x, *inputs[1:]], attributes, version=node.version)
     y = op.append(copy)
     if y.type is None:
         y.type = ir.TensorType(layer.dtype)
@@ -212,7 +220,7 @@ def _apply_base_layer(op: OpBuilder, layer: BaseLayer, x: ir.Value, *, leave: st
 
 
 def _stop_gradient(op: OpBuilder, x: ir.Value) -> ir.Value:
-    """Return the same value for which no gradient is computed."""
+    """Return the value as a constant of the backward pass, as ``detach`` in torch."""
     y = op.Identity(x)
     node = y.producer()
     assert node is not None
@@ -220,73 +228,72 @@ def _stop_gradient(op: OpBuilder, x: ir.Value) -> ir.Value:
     return y
 
 
-_WINDOW = ("auto_pad", "dilations", "kernel_shape", "pads", "strides")
+_CONV_ATTRIBUTES = ("auto_pad", "dilations", "kernel_shape", "pads", "strides")
 
 
 class BranchBuilder:
-    """Puts branches into a graph; what several layers have in common is computed once."""
+    """Adds branches to a graph; layers with a common input share its Dropout and ``x A``."""
 
     def __init__(self, graph: ir.Graph, dropout: float) -> None:
         self.op = OpBuilder(graph, "lora/")
         self.dropout = dropout
         nodes = list(graph)
-        self._behind = dict(zip(nodes, [*nodes[1:], None], strict=True))
-        self._dropped: dict[ir.Value, ir.Value] = {}
-        self._narrow: dict[tuple[ir.Value, tuple[ir.Value, ...]], ir.Value] = {}
+        self._next_node = dict(zip(nodes, [*nodes[1:], None], strict=True))
+        self._dropped_out: dict[ir.Value, ir.Value] = {}
+        self._low_rank: dict[tuple[ir.Value, tuple[ir.Value, ...]], ir.Value] = {}
 
-    def add(self, layer: BaseLayer, pieces: Sequence[AdapterSlice]) -> ir.Value:
-        """Put the branch of a layer into the graph; return the sum that takes its place."""
-        op = self.op.before(self._behind[layer.node])
+    def add(self, layer: BaseLayer, slices: Sequence[AdapterSlice]) -> ir.Value:
+        """Add the branch of a layer and redirect the uses of its output; return the new output."""
+        op = self.op.before(self._next_node[layer.node])
         y = layer.y
         _set_missing_types(layer)
         uses = [(u.node, u.idx) for u in y.uses()]
-        branch = self.branch(op, layer, pieces)
-        if pieces[0].magnitude is None:
+        branch = self.branch(op, layer, slices)
+        if slices[0].magnitude is None:
             total = op.Add(y, branch)
         else:
-            total = apply_magnitude(op, layer, pieces, branch, self._input(op, layer.x))
+            total = apply_magnitude(op, layer, slices, branch, self._input(op, layer.x))
         total.type, total.shape = y.type, y.shape
         replace_value(y, total, uses)
         return total
 
-    def branch(self, op: OpBuilder, layer: BaseLayer, pieces: Sequence[AdapterSlice]) -> ir.Value:
-        """Return what is added to the output of a layer."""
+    def branch(self, op: OpBuilder, layer: BaseLayer, slices: Sequence[AdapterSlice]) -> ir.Value:
+        """Return ``scaling * (x A) B``, zero in columns without an adapter."""
         if layer.kind == EMBEDDING:
-            (piece,) = pieces
-            rows = _scale_activations(op, op.Gather(piece.a, layer.x, axis=0), pieces)
-            return op.MatMul(rows, piece.b)
+            (part,) = slices
+            rows = _scale(op, op.Gather(part.a, layer.x, axis=0), slices)
+            return op.MatMul(rows, part.b)
         if layer.kind == CONV:
-            (piece,) = pieces
-            window = {
-                n: layer.node.attributes[n].value for n in _WINDOW if n in layer.node.attributes
-            }
-            narrow = op.Conv(self._input(op, layer.x), piece.a, **window)
-            return op.Conv(_scale_activations(op, narrow, pieces), piece.b, group=layer.groups)
+            (part,) = slices
+            own = layer.node.attributes
+            attributes = {n: own[n].value for n in _CONV_ATTRIBUTES if n in own}
+            low_rank = op.Conv(self._input(op, layer.x), part.a, **attributes)
+            return op.Conv(_scale(op, low_rank, slices), part.b, group=layer.groups)
         return op.MatMul(
-            self._rows(op, layer.x, pieces), _stack_b_factors(op, pieces, layer.outputs)
+            self._project(op, layer.x, slices), _stack_b_matrices(op, slices, layer.outputs)
         )
 
-    def _rows(self, op: OpBuilder, x: ir.Value, pieces: Sequence[AdapterSlice]) -> ir.Value:
-        """Return ``x A`` of all pieces side by side, scaled."""
-        key = x, tuple(p.a for p in pieces)
-        if key not in self._narrow:
-            matrices = [p.a for p in pieces]
+    def _project(self, op: OpBuilder, x: ir.Value, slices: Sequence[AdapterSlice]) -> ir.Value:
+        """Return ``scaling * x A`` for the concatenated A of all slices."""
+        key = x, tuple(p.a for p in slices)
+        if key not in self._low_rank:
+            matrices = [p.a for p in slices]
             a = matrices[0] if len(matrices) == 1 else op.Concat(*matrices, axis=1)
-            self._narrow[key] = _scale_activations(op, op.MatMul(self._input(op, x), a), pieces)
-        return self._narrow[key]
+            self._low_rank[key] = _scale(op, op.MatMul(self._input(op, x), a), slices)
+        return self._low_rank[key]
 
     def _input(self, op: OpBuilder, x: ir.Value) -> ir.Value:
-        """Return the activations that branches read: some are dropped in training, if asked."""
+        """Return the input of branches: with Dropout, unless its rate is 0."""
         if not self.dropout:
             return x
-        if x not in self._dropped:
+        if x not in self._dropped_out:
             ratio = op.const(np.float32(self.dropout))
-            self._dropped[x] = op.Dropout(x, ratio)
-        return self._dropped[x]
+            self._dropped_out[x] = op.Dropout(x, ratio)
+        return self._dropped_out[x]
 
 
 def _set_missing_types(layer: BaseLayer) -> None:
-    """Give the ends of a layer their types where the file does not, in place."""
+    """Set the types of a layer's input, output and weight where the file has none, in place."""
     for value in (layer.y, *([] if layer.kind == EMBEDDING else [layer.x])):
         if value.type is None:
             value.type = ir.TensorType(layer.dtype)
@@ -297,20 +304,20 @@ def _set_missing_types(layer: BaseLayer) -> None:
         stored.value.shape = ir.Shape(stored.shape)
 
 
-def _scale_activations(op: OpBuilder, narrow: ir.Value, pieces: Sequence[AdapterSlice]) -> ir.Value:
-    """Return the narrow activations times alpha / rank: there are few of them."""
-    if all(p.scaling == 1.0 for p in pieces):
-        return narrow
-    if all(p.scaling == pieces[0].scaling for p in pieces):
-        return op.Mul(narrow, pieces[0].scaling)
-    columns = np.concatenate([np.full(p.rank, p.scaling, np.float32) for p in pieces])
-    return op.Mul(narrow, op.const(columns, narrow.dtype))
+def _scale(op: OpBuilder, low_rank: ir.Value, slices: Sequence[AdapterSlice]) -> ir.Value:
+    """Multiply ``x A`` by the scaling: it has fewer elements than ``x A B``."""
+    if all(p.scaling == 1.0 for p in slices):
+        return low_rank
+    if all(p.scaling == slices[0].scaling for p in slices):
+        return op.Mul(low_rank, slices[0].scaling)
+    columns = np.concatenate([np.full(p.rank, p.scaling, np.float32) for p in slices])
+    return op.Mul(low_rank, op.const(columns, low_rank.dtype))
 
 
-def _stack_b_factors(op: OpBuilder, pieces: Sequence[AdapterSlice], outputs: int) -> ir.Value:
-    """Return the second factors one below the other, each in its own columns of the output."""
+def _stack_b_matrices(op: OpBuilder, slices: Sequence[AdapterSlice], outputs: int) -> ir.Value:
+    """Concatenate the B matrices along the rank, each padded to all columns of the output."""
     rows = []
-    for p in pieces:
+    for p in slices:
         b = p.b
         if p.width != p.outputs:
             b = op.Slice(b, [p.column], [p.column + p.width], [1])
@@ -322,9 +329,9 @@ def _stack_b_factors(op: OpBuilder, pieces: Sequence[AdapterSlice], outputs: int
 
 @dataclasses.dataclass(frozen=True)
 class AdapterSpec:
-    """A unit and the adapter that it is to have."""
+    """The adapter to create for a module: rank and scaling; names and shapes follow from them."""
 
-    unit: TargetModule
+    target: TargetModule
     rank: int
     alpha: float
     rslora: bool
@@ -332,145 +339,156 @@ class AdapterSpec:
 
     @property
     def scaling(self) -> float:
-        """What the product of both factors is multiplied by; 1 of one that is to be filled."""
+        """``alpha / rank``, ``alpha / sqrt(rank)`` with rsLoRA, 1 for a rank of 0."""
         if self.rank == 0:
             return 1.0
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @property
     def names(self) -> tuple[str, str]:
-        """What both factors are called in the graph."""
-        kind = "lora_embedding_" if self.unit.kind == EMBEDDING else "lora_"
-        return f"{self.unit.module}.{kind}A", f"{self.unit.module}.{kind}B"
+        """Names of the A and B initializers."""
+        kind = "lora_embedding_" if self.target.kind == EMBEDDING else "lora_"
+        return f"{self.target.module}.{kind}A", f"{self.target.module}.{kind}B"
 
     @property
     def magnitude(self) -> str | None:
-        """What the magnitudes are called in the graph, with DoRA."""
-        return f"{self.unit.module}.lora_magnitude" if self.dora else None
+        """Name of the magnitude initializer, with DoRA."""
+        return f"{self.target.module}.lora_magnitude" if self.dora else None
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Sizes of both factors in the graph."""
-        unit, rank = self.unit, self.rank
-        if unit.kind == CONV:
-            ones = (1,) * len(unit.kernel)
-            rank = rank or unit.groups  # there are no empty kernels: one of zeros is to be filled
-            narrow = rank // unit.groups
-            return (rank, unit.inputs, *unit.kernel), (unit.outputs, narrow, *ones)
-        return (unit.inputs, rank), (rank, unit.outputs)
+        """Shapes of A and B. A rank of 0 is for models whose adapters are inputs."""
+        target, rank = self.target, self.rank
+        if target.kind == CONV:
+            ones = (1,) * len(target.kernel)
+            # onnxruntime rejects a kernel without channels, so a rank of 0 becomes zeros.
+            rank = rank or target.groups
+            return (rank, target.inputs, *target.kernel), (
+                target.outputs,
+                rank // target.groups,
+                *ones,
+            )
+        return (target.inputs, rank), (rank, target.outputs)
 
 
-def check_ranks(plans: Sequence[AdapterSpec]) -> None:
-    """Refuse a rank that a layer cannot have, naming the layers.
+def check_ranks(specs: Sequence[AdapterSpec]) -> None:
+    """Check that every module can have its adapter.
 
     Raises:
-        PrepareError: with the largest rank that all could have.
+        PrepareError: if a rank is too large or does not divide by the groups of a convolution, or
+            if DoRA does not support a module.
     """
-    small = [p for p in plans if p.rank > p.unit.largest_rank]
+    small = [p for p in specs if p.rank > p.target.max_rank]
     if small:
         listing = ", ".join(
-            f"{p.unit.module} ({p.unit.inputs} -> {p.unit.outputs})" for p in small[:4]
+            f"{p.target.module} ({p.target.inputs} -> {p.target.outputs})" for p in small[:4]
         )
         more = f" and {len(small) - 4} more" if len(small) > 4 else ""
-        least = min(p.unit.largest_rank for p in small)
+        least = min(p.target.max_rank for p in small)
         raise PrepareError(
             f"rank {small[0].rank} is larger than a layer: {listing}{more}\n"
-            f"hint: rank={least}, or leave these layers out of `targets`"
+            f"hint: use rank={least}, or remove these layers from `targets`"
         )
-    tables = [p for p in plans if p.dora and (p.unit.kind == EMBEDDING or p.unit.groups > 1)]
-    if tables:
+    no_dora = [p for p in specs if p.dora and (p.target.kind == EMBEDDING or p.target.groups > 1)]
+    if no_dora:
         raise PrepareError(
-            f"dora is for linear layers and plain convolutions, not for {tables[0].unit.module}\n"
-            "hint: leave it out of `targets`, or dora=False"
+            f"dora does not support {no_dora[0].target.module}: only linear layers and "
+            "convolutions without groups\n"
+            "hint: remove it from `targets`, or use dora=False"
         )
-    odd = [p for p in plans if p.rank % p.unit.groups]
-    if odd:
-        unit = odd[0].unit
+    indivisible = [p for p in specs if p.rank % p.target.groups]
+    if indivisible:
+        target = indivisible[0].target
         raise PrepareError(
-            f"rank {odd[0].rank} is no multiple of the {unit.groups} groups of {unit.module}\n"
-            "hint: choose another rank, or leave grouped convolutions out of `targets`"
+            f"rank {indivisible[0].rank} is not a multiple of the {target.groups} groups of "
+            f"{target.module}\n"
+            "hint: use another rank, or remove grouped convolutions from `targets`"
         )
 
 
 def attach_adapters(
-    model: ir.Model, plans: Sequence[AdapterSpec], start: Mapping[str, np.ndarray], dropout: float
+    model: ir.Model, specs: Sequence[AdapterSpec], start: Mapping[str, np.ndarray], dropout: float
 ) -> tuple[Adapter, ...]:
-    """Put adapters into a model, in place; return the table of them.
+    """Add adapters to a model, in place; return a description of each.
 
     Args:
-        model: a model whose layers the plans are about.
-        plans: what is wanted.
-        start: values of both factors by name.
-        dropout: the share of activations that branches do not see in training.
+        model: the model that the target modules were found in.
+        specs: the adapters.
+        start: initial values of their initializers, by name.
+        dropout: dropout probability of the branches' inputs.
     """
     graph = model.graph
-    taken = names_in(graph)
-    rows = []
-    pieces: dict[BaseLayer, list[AdapterSlice]] = collections.defaultdict(list)
-    for plan in plans:
-        unit = plan.unit
-        a, b = (_parameter(graph, n, start[n], unit.dtype, taken) for n in plan.names)
-        if plan.rank == 0:  # the size is for those to say who fill it
-            a.shape, b.shape = _dynamic_rank_shapes(unit)
-        extra: list[ir.Value] = []
-        if plan.magnitude is not None:
-            squared = weight_norms(unit) ** 2
-            named = {plan.magnitude: start[plan.magnitude], f"{unit.module}.lora_length": squared}
-            extra = [_parameter(graph, n, v, unit.dtype, taken) for n, v in named.items()]
-        for s in unit.sites:
-            place = s.start, s.width, s.column, unit.outputs
-            pieces[s.layer].append(AdapterSlice(a, b, plan.scaling, plan.rank, *place, *extra))
-        rows.append(_adapter_of(plan, a, b))
+    used_names = names_in(graph)
+    adapters = []
+    slices: dict[BaseLayer, list[AdapterSlice]] = collections.defaultdict(list)
+    for spec in specs:
+        target = spec.target
+        a, b = (_parameter(graph, n, start[n], target.dtype, used_names) for n in spec.names)
+        if spec.rank == 0:
+            a.shape, b.shape = _dynamic_rank_shapes(target)
+        dora: list[ir.Value] = []
+        if spec.magnitude is not None:
+            squared = weight_norms(target) ** 2
+            named = {spec.magnitude: start[spec.magnitude], f"{target.module}.lora_length": squared}
+            dora = [_parameter(graph, n, v, target.dtype, used_names) for n, v in named.items()]
+        for s in target.slices:
+            columns = s.start, s.width, s.column, target.outputs
+            slices[s.layer].append(AdapterSlice(a, b, spec.scaling, spec.rank, *columns, *dora))
+        adapters.append(_adapter_of(spec, a, b))
     branches = BranchBuilder(graph, dropout)
-    for layer, shares in pieces.items():
-        branches.add(layer, shares)
-    model.metadata_props[PARAMETERS] = json.dumps([n for row in rows for n in row.parameters])
-    return tuple(rows)
+    for layer, parts in slices.items():
+        branches.add(layer, parts)
+    model.metadata_props[PARAMETERS] = json.dumps([n for a in adapters for n in a.parameters])
+    return tuple(adapters)
 
 
-def _dynamic_rank_shapes(unit: TargetModule) -> tuple[ir.Shape, ir.Shape]:
-    """Return shapes of both factors for any rank."""
-    rank = f"lora_rank.{unit.module}"
-    if unit.kind != CONV:
-        return ir.Shape([unit.inputs, rank]), ir.Shape([rank, unit.outputs])
-    narrow = rank if unit.groups == 1 else f"{rank}.group"
-    ones = (1,) * len(unit.kernel)
-    return ir.Shape([rank, unit.inputs, *unit.kernel]), ir.Shape([unit.outputs, narrow, *ones])
+def _dynamic_rank_shapes(target: TargetModule) -> tuple[ir.Shape, ir.Shape]:
+    """Return shapes of A and B with a symbolic rank."""
+    rank = f"lora_rank.{target.module}"
+    if target.kind != CONV:
+        return ir.Shape([target.inputs, rank]), ir.Shape([rank, target.outputs])
+    narrow = rank if target.groups == 1 else f"{rank}.group"
+    ones = (1,) * len(target.kernel)
+    return ir.Shape([rank, target.inputs, *target.kernel]), ir.Shape(
+        [target.outputs, narrow, *ones]
+    )
 
 
-def initial_values(plans: Sequence[AdapterSpec], seed: int) -> dict[str, np.ndarray]:
-    """Return both factors of each adapter as PEFT starts them: their product is zero."""
+def initial_values(specs: Sequence[AdapterSpec], seed: int) -> dict[str, np.ndarray]:
+    """Return initial values of each adapter as in PEFT: the product A B is zero."""
     rng = np.random.default_rng(seed)
     values: dict[str, np.ndarray] = {}
-    for plan in plans:
-        (a, b), (narrow, wide) = plan.names, plan.shapes
-        if plan.unit.kind == EMBEDDING:
-            values[a], values[b] = np.zeros(narrow), rng.standard_normal(wide)
+    for spec in specs:
+        (a, b), (a_shape, b_shape) = spec.names, spec.shapes
+        if spec.target.kind == EMBEDDING:
+            values[a], values[b] = np.zeros(a_shape), rng.standard_normal(b_shape)
         else:
-            fan_in = plan.unit.inputs * math.prod(plan.unit.kernel)
-            values[a] = rng.uniform(-1.0, 1.0, narrow) / math.sqrt(fan_in)
-            values[b] = np.zeros(wide)
-        if plan.magnitude is not None:
-            values[plan.magnitude] = weight_norms(plan.unit)
+            # Kaiming uniform with a=sqrt(5), the default of torch.nn.Linear.
+            fan_in = spec.target.inputs * math.prod(spec.target.kernel)
+            values[a] = rng.uniform(-1.0, 1.0, a_shape) / math.sqrt(fan_in)
+            values[b] = np.zeros(b_shape)
+        if spec.magnitude is not None:
+            values[spec.magnitude] = weight_norms(spec.target)
     return values
 
 
-def _adapter_of(plan: AdapterSpec, a: ir.Value, b: ir.Value) -> Adapter:
-    unit = plan.unit
-    nodes = tuple(s.layer.node.name or "" for s in unit.sites)
-    sizes = unit.inputs, unit.outputs, plan.rank, plan.alpha, plan.scaling
-    names = a.name or "", b.name or "", plan.magnitude
-    return Adapter(unit.module, unit.kind, nodes, *names, *sizes)
+def _adapter_of(spec: AdapterSpec, a: ir.Value, b: ir.Value) -> Adapter:
+    target = spec.target
+    nodes = tuple(s.layer.node.name or "" for s in target.slices)
+    sizes = target.inputs, target.outputs, spec.rank, spec.alpha, spec.scaling
+    names = a.name or "", b.name or "", spec.magnitude
+    return Adapter(target.module, target.kind, nodes, *names, *sizes)
 
 
 def _parameter(
-    graph: ir.Graph, name: str, array: np.ndarray, dtype: ir.DataType, taken: set[str]
+    graph: ir.Graph, name: str, array: np.ndarray, dtype: ir.DataType, used_names: set[str]
 ) -> ir.Value:
-    if name in taken:
+    if name in used_names:
         raise PrepareError(
-            f"the model already has a tensor {name!r}\nhint: it seems to have adapters of its own"
+            f"the model already has a tensor {name!r}\n"
+            "hint: merge the adapters of the model before you add others"
         )
-    taken.add(name)
+    used_names.add(name)
     array = array.astype(dtype.numpy())
     value = ir.Value(
         name=name,

@@ -1,6 +1,8 @@
-"""Families of models whose torch modules are cut otherwise than a file's: packed, or renamed.
+"""Names of torch modules: which module a node of a file implements, in transformers' words.
 
-What torch calls a layer of a file: read from names of weights, biases, scopes and nodes.
+First the differences between files and transformers per model family (packed and renamed modules),
+then ``module_name``, which reads the module of a node from names of weights, biases, scopes and
+nodes.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ PACKED: dict[str, dict[str, tuple[str, ...]]] = {
     "glm4": {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")},
     "gpt2": {"attn.c_attn": ("attn.q_proj", "attn.k_proj", "attn.v_proj")},
 }
-"""Model type -> a packed module of transformers -> the parts that files may have of it."""
+"""model_type -> packed module of transformers -> the separate modules that files may have."""
 
 _Rules = tuple[tuple[str, str], ...]
 
@@ -79,18 +81,18 @@ RENAMED: dict[str, _Rules] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "electra"), _BERT),
     **dict.fromkeys(("falcon", "bloom", "gpt_neox", "persimmon"), _DECODER_RULES),
 }
-"""Model type -> patterns of paths in files, and the paths of transformers."""
+"""model_type -> (pattern of a path in the file, path in transformers)."""
 
 INTERLEAVED = frozenset({"falcon", "bloom", "gpt_neox", "persimmon", "codegen"})
-"""Model types whose packed layer has queries, keys and values head by head, not side by side."""
+"""Model types whose packed qkv layer interleaves queries, keys and values by head."""
 _SEPARATE_QKV = ("q_proj", "k_proj", "v_proj")
 
 FAN_IN_FAN_OUT = frozenset({"gpt2"})
-"""Model types whose torch layers hold their weights the other way round."""
+"""Model types with ``Conv1D`` layers, whose weights are ``[inputs, outputs]`` in torch."""
 
 
 def model_type(path: str | os.PathLike[str] | None) -> str | None:
-    """Return the kind of model that the files beside a model tell, as transformers names it."""
+    """Return transformers' ``model_type`` from the configuration files beside a model."""
     if path is None:
         return None
     folder = Path(path).parent
@@ -103,9 +105,9 @@ def model_type(path: str | os.PathLike[str] | None) -> str | None:
 
 
 def transformers_name(module: str, family: str | None) -> str:
-    """Return what transformers calls a module of this family.
+    """Return the name of a module in transformers.
 
-    >>> renamed("model.layers.0.self_attn.o_proj", "phi")
+    >>> transformers_name("model.layers.0.self_attn.o_proj", "phi")
     'model.layers.0.self_attn.dense'
     """
     for old, new in RENAMED.get(family or "", ()):
@@ -115,9 +117,9 @@ def transformers_name(module: str, family: str | None) -> str:
 
 
 def is_packed_by_heads(module: str, family: str | None) -> bool:
-    """Return whether transformers has no such module: a part of a layer that it packs by heads.
+    """Return whether transformers packs this module with others, interleaved by head.
 
-    >>> foreign("transformer.h.0.self_attention.q_proj", "falcon")
+    >>> is_packed_by_heads("transformer.h.0.self_attention.q_proj", "falcon")
     True
     """
     return family in INTERLEAVED and module.split(".")[-1] in _SEPARATE_QKV
@@ -135,18 +137,23 @@ _WEIGHT = re.compile(
     r"(\.(MatMul|Gemm|Gather))?\.(weight|kernel)(_(Q\d+(G\d+)?|quantized|Bnb4|DQ\w*|fp16|bf16))?$"
 )
 _SUFFIX = re.compile(r"_(Q\d+(G\d+)?|quantized|Bnb4)$")
-_SCOPES = "pkg.torch.onnx.name_scopes"  # a list of module paths, in metadata of torch's exports
+# Node metadata of torch.onnx exports: the module paths from the root to the node, as a list.
+_SCOPES = "pkg.torch.onnx.name_scopes"
 _OPERATOR = re.compile(r"^(node_)?(MatMul|Gemm|Gather|Conv|Fused\w+|Quant\w+)\w*$")
-_GENAI_BUILDER = re.compile(r"^(model\.layers\.\d+)\.attn\.")  # of onnxruntime-genai
+# onnxruntime-genai's builder calls self_attn "attn" in all model families.
+_GENAI_BUILDER = re.compile(r"^(model\.layers\.\d+)\.attn\.")
 
 
 def module_name(node: ir.Node, weights: Sequence[ir.Value], *, shared: bool = False) -> str:
-    """Return the path of the torch module that a node computes, as well as the file tells it.
+    """Return the path of the torch module that a node implements.
+
+    The first that exists: the name of the weight, the scope in the metadata, the owner of the bias,
+    the path in the node's name, any name of weight or node.
 
     Args:
-        node: the product, convolution or look-up.
+        node: a linear layer, convolution or embedding.
         weights: the initializers it reads.
-        shared: the weights also serve another kind of layer, whose name they may have.
+        shared: whether the weight is tied to an embedding, whose name it may have.
     """
     names = [x.name or "" for x in weights]
     by_weight = [_WEIGHT.sub("", n) for n in names[:1] if _WEIGHT.search(n)]
@@ -159,17 +166,17 @@ def module_name(node: ir.Node, weights: Sequence[ir.Value], *, shared: bool = Fa
 
 
 def weight_module(weight: ir.Value) -> str:
-    """Return the module that a stored weight belongs to, by its name."""
+    """Return the module of an initializer, from its name."""
     return to_transformers_path(_WEIGHT.sub("", weight.name or ""))
 
 
 def to_transformers_path(path: str) -> str:
-    """Return a module path with the words of transformers where a builder has its own."""
+    """Replace the module names of onnxruntime-genai's builder with those of transformers."""
     return _GENAI_BUILDER.sub(r"\1.self_attn.", path)
 
 
 def is_genai_builder(weights: Sequence[ir.Value]) -> bool:
-    """Return whether weights are named as onnxruntime-genai's builder does."""
+    """Return whether weights have the names of onnxruntime-genai's builder."""
     return any(".MatMul.weight" in (x.name or "") for x in weights)
 
 
@@ -185,19 +192,19 @@ def _scopes(node: ir.Node) -> list[str]:
 
 
 def _bias_owner(node: ir.Node) -> list[str]:
-    """Return the module of a bias that the node or the sum behind it reads."""
-    places = list(node.inputs[2:])
+    """Return the module of the bias that the node, or the Add behind it, reads."""
+    values = list(node.inputs[2:])
     if not is_op(node, "Conv", "Gemm"):
-        behind = [u.node for u in node.outputs[0].uses() if is_op(u.node, "Add")]
-        places = [x for n in behind for x in n.inputs]
-    stored = [x for x in places if x is not None and x.is_initializer()]
-    # Exporters store equal tensors once: a bias of many layers has the name of only one of them.
+        adds = [u.node for u in node.outputs[0].uses() if is_op(u.node, "Add")]
+        values = [x for n in adds for x in n.inputs]
+    stored = [x for x in values if x is not None and x.is_initializer()]
+    # Exporters store equal tensors once: a bias with several uses has the name of one layer only.
     names = [x.name or "" for x in stored if len(x.uses()) == 1]
     return [n.removesuffix(".bias") for n in names if n.endswith(".bias")]
 
 
 def _node_path(node: ir.Node) -> list[str]:
-    """Return the module of a node that is named by its scope: ``/model/layers.0/fc1/MatMul``."""
+    """Return the module in a node name that contains its scope: ``/model/layers.0/fc1/MatMul``."""
     parts = (node.name or "").strip("/").split("/")
     if len(parts) < 2 or not _OPERATOR.match(parts[-1]):
         return []

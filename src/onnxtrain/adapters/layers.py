@@ -1,20 +1,24 @@
-"""Which modules get adapters: by a word, or by names and patterns.
+"""Find the layers of a graph that can have an adapter, and the torch modules they implement.
 
-What gets one adapter: a module, in one layer or spread over several.
+In this order:
 
-Layers with frozen weights that a low-rank branch can be put beside.
+    find_weight          the initializers behind an input of a MatMul, Gemm, Conv or Gather
+    find_base_layers     the nodes with frozen weights, as ``BaseLayer``
+    find_target_modules  the torch modules they implement, as ``TargetModule``
+    select_targets       the modules that ``targets=`` selects
+    frozen_weight        the weights of a layer as float32, dequantized
 
-Weights as products read them: stored tensors, or what a few operators make of stored tensors.
-
-The numbers of frozen layers, as floats: one layer at a time.
+A layer is not always one module. Exporters join the query, key and value projections into one
+MatMul, or split a packed torch module (Phi-3: ``qkv_proj``) into several. PEFT has one adapter per
+torch module, so adapters belong to modules, and each module knows its columns in every layer.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import difflib
 import fnmatch
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 
@@ -38,22 +42,22 @@ _SHAPE_PRESERVING_OPS = ("DequantizeLinear", "Cast", "Identity")
 
 @dataclasses.dataclass(frozen=True)
 class WeightSource:
-    """A frozen tensor: the value that a product reads, its size, and the tensors it comes from."""
+    """A frozen weight: the value that a node reads, and the initializers it is computed from."""
 
     value: ir.Value
     shape: tuple[int, ...]
     stored: tuple[ir.Value, ...]
-    """Initializers, in order; more than one if they are joined."""
+    """The initializers, in order; several if they are concatenated."""
     joined: tuple[tuple[ir.Value, int], ...] = ()
-    """The initializers that lie side by side along the output axis, each with its width."""
+    """The initializers concatenated along the output axis, each with its width."""
 
 
 def find_weight(value: ir.Value | None, outputs_axis: int = 1) -> WeightSource | None:
-    """Return the weight behind a value; ``None`` if it is computed from anything but weights.
+    """Return the weight behind a value; ``None`` if anything but initializers is involved.
 
     Args:
-        value: what a product reads.
-        outputs_axis: which of its axes counts the outputs of the layer.
+        value: an input of a layer.
+        outputs_axis: its axis of output features.
     """
     if value is None:
         return None
@@ -99,7 +103,7 @@ def _concatenated(value: ir.Value, node: ir.Node, outputs_axis: int) -> WeightSo
 
 
 def weight_values(value: ir.Value) -> np.ndarray:
-    """Return the numbers of a weight, as floats; the graph is followed back to stored tensors."""
+    """Return the values of a weight; evaluates the operators between it and the initializers."""
     if value.const_value is not None:
         return np.asarray(value.const_value.numpy())
     node = value.producer()
@@ -121,22 +125,20 @@ def _inputs(node: ir.Node) -> Iterator[ir.Value]:
 
 
 def _dequantize(node: ir.Node, inputs: list[np.ndarray]) -> np.ndarray:
-    numbers, scale = inputs[0], inputs[1]
+    codes, scale = inputs[0].astype(np.float32), inputs[1].astype(np.float32)
     axis = node.attributes.get_int("axis", 1)
     block = node.attributes.get_int("block_size", 0)
-    wide = numbers.astype(np.float32)
-    point = inputs[2].astype(np.float32) if len(inputs) > 2 else np.zeros_like(scale, np.float32)
-    factor = scale.astype(np.float32)
+    zero_point = inputs[2].astype(np.float32) if len(inputs) > 2 else np.zeros_like(scale)
     if block:
-        size = wide.shape[axis]
-        factor, point = (
-            np.repeat(a, block, axis=axis).take(range(size), axis=axis) for a in (factor, point)
+        size = codes.shape[axis]
+        scale, zero_point = (
+            np.repeat(a, block, axis=axis).take(range(size), axis=axis) for a in (scale, zero_point)
         )
-    elif factor.ndim == 1 and factor.size > 1:
-        sizes = [1] * wide.ndim
+    elif scale.ndim == 1 and scale.size > 1:
+        sizes = [1] * codes.ndim
         sizes[axis] = -1
-        factor, point = factor.reshape(sizes), point.reshape(sizes)
-    return (wide - point) * factor
+        scale, zero_point = scale.reshape(sizes), zero_point.reshape(sizes)
+    return (codes - zero_point) * scale
 
 
 LINEAR, EMBEDDING, CONV = "linear", "embedding", "conv"
@@ -144,17 +146,8 @@ _QKV = ("q_proj", "k_proj", "v_proj")
 
 
 @dataclasses.dataclass(frozen=True)
-class OutputSlice:
-    """Columns of a layer's output that are a module of their own."""
-
-    module: str
-    start: int
-    width: int
-
-
-@dataclasses.dataclass(frozen=True)
 class BaseLayer:
-    """A node with frozen weights, and the modules that its output consists of."""
+    """A node with frozen weights, and the torch modules side by side in its output."""
 
     node: ir.Node
     kind: str
@@ -162,21 +155,22 @@ class BaseLayer:
     outputs: int
     weights: tuple[ir.Value, ...]
     module: str
-    parts: tuple[OutputSlice, ...]
+    modules: tuple[tuple[str, int], ...]
+    """Name and output features of each module; one entry unless the layer is packed."""
     kernel: tuple[int, ...] = ()
-    """Sizes of a convolution's window."""
+    """The kernel size of a convolution."""
     groups: int = 1
 
     @property
     def x(self) -> ir.Value:
-        """The activations that the layer reads; of an embedding, the row numbers."""
+        """The input of the layer: activations, or the indices of an embedding."""
         x = self.node.inputs[1 if self.kind == EMBEDDING else 0]
         assert x is not None
         return x
 
     @property
     def dtype(self) -> ir.DataType:
-        """The type of what the layer gives, by its floats; float32 if nothing tells."""
+        """The float type of the output; float32 if the graph has no type."""
         scales = self.node.inputs[2:3] if self.node.domain else []
         for value in (self.y, self.x, *self.node.inputs[:2], *scales, *self.weights):
             dtype = None if value is None else value.dtype
@@ -186,12 +180,14 @@ class BaseLayer:
 
     @property
     def y(self) -> ir.Value:
-        """What the layer gives."""
+        """The output of the layer."""
         return self.node.outputs[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class _LayerInfo:
+    """What the attributes and weights of a node say; ``BaseLayer`` adds the module names."""
+
     kind: str
     inputs: int
     outputs: int
@@ -202,62 +198,54 @@ class _LayerInfo:
 
 
 def find_base_layers(graph: ir.Graph) -> list[BaseLayer]:
-    """Return every layer of the graph that can have a branch, in order."""
+    """Return every layer of the graph that can have an adapter, in graph order."""
     layers = []
     for node in graph:
         read = _READERS.get(op_key(node))
-        shape = None if read is None else read(node)
-        if shape is not None:
-            layers.append(_layer(node, shape))
+        info = None if read is None else read(node)
+        if info is not None:
+            layers.append(_base_layer(node, info))
     return layers
 
 
-def _layer(node: ir.Node, shape: _LayerInfo) -> BaseLayer:
-    module = module_name(node, shape.weights, shared=_is_shared(shape))
+def _base_layer(node: ir.Node, info: _LayerInfo) -> BaseLayer:
+    module = module_name(node, info.weights, shared=_is_tied_embedding(info))
     return BaseLayer(
         node,
-        shape.kind,
-        shape.inputs,
-        shape.outputs,
-        shape.weights,
+        info.kind,
+        info.inputs,
+        info.outputs,
+        info.weights,
         module,
-        tuple(_parts(node, module, shape)),
-        shape.kernel,
-        shape.groups,
+        _packed_modules(node, module, info),
+        info.kernel,
+        info.groups,
     )
 
 
-def _is_shared(shape: _LayerInfo) -> bool:
-    """Return whether a product reads the table of an embedding."""
-    return shape.kind == LINEAR and any(
-        use.node.op_type in ("Gather", "GatherBlockQuantized") for use in shape.weights[0].uses()
+def _is_tied_embedding(info: _LayerInfo) -> bool:
+    """Return whether a linear layer shares its weight with an embedding."""
+    return info.kind == LINEAR and any(
+        use.node.op_type in ("Gather", "GatherBlockQuantized") for use in info.weights[0].uses()
     )
 
 
-def _parts(node: ir.Node, module: str, shape: _LayerInfo) -> list[OutputSlice]:
-    """Return the modules side by side in the output of a layer."""
-    whole = [OutputSlice(module, 0, shape.outputs)]
-    if shape.joined:
-        parts, at = [], 0
-        for weight, width in shape.joined:
-            parts.append(OutputSlice(weight_module(weight), at, width))
-            at += width
-        return parts
+def _packed_modules(node: ir.Node, module: str, info: _LayerInfo) -> tuple[tuple[str, int], ...]:
+    """Return name and output features of each module in the output of a layer."""
+    if info.joined:
+        return tuple((weight_module(weight), width) for weight, width in info.joined)
+    whole = ((module, info.outputs),)
     stem, _, last = module.rpartition(".")
-    if shape.kind != LINEAR or last != "qkv_proj" or not is_genai_builder(shape.weights):
+    if info.kind != LINEAR or last != "qkv_proj" or not is_genai_builder(info.weights):
         return whole
     widths = _packed_widths(node.outputs[0])
-    if widths is None or sum(widths) != shape.outputs:
+    if widths is None or sum(widths) != info.outputs:
         return whole
-    starts = (0, widths[0], widths[0] + widths[1])
-    return [
-        OutputSlice(f"{stem}.{name}", at, width)
-        for name, at, width in zip(_QKV, starts, widths, strict=True)
-    ]
+    return tuple((f"{stem}.{name}", width) for name, width in zip(_QKV, widths, strict=True))
 
 
 def _packed_widths(y: ir.Value) -> tuple[int, int, int] | None:
-    """Return how wide queries, keys and values are, by what reads them."""
+    """Return the widths of queries, keys and values, from the node that separates them."""
     for use in y.uses():
         node = use.node
         if is_op(node, "Add", "Cast"):
@@ -292,14 +280,14 @@ def _by_heads(node: ir.Node, y: ir.Value) -> tuple[int, int, int] | None:
 
 
 def _producer_width(y: ir.Value) -> int | None:
-    """Return the outputs of the layer that a value comes from, through a bias."""
+    """Return the output features of the layer that produces a value, with or without a bias."""
     node = y.producer()
     while node is not None and is_op(node, "Add", "Cast"):
         first = node.inputs[0]
         node = None if first is None else first.producer()
     read = None if node is None else _READERS.get(op_key(node))
-    shape = None if read is None or node is None else read(node)
-    return None if shape is None else shape.outputs
+    info = None if read is None or node is None else read(node)
+    return None if info is None else info.outputs
 
 
 def _matmul(node: ir.Node) -> _LayerInfo | None:
@@ -313,11 +301,11 @@ def _matmul(node: ir.Node) -> _LayerInfo | None:
 def _gemm(node: ir.Node) -> _LayerInfo | None:
     if node.attributes.get_int("transA", 0) or find_weight(node.inputs[0]) is not None:
         return None
-    turned = node.attributes.get_int("transB", 0)
-    weight = find_weight(node.inputs[1], 0 if turned else 1)
+    transposed = node.attributes.get_int("transB", 0)
+    weight = find_weight(node.inputs[1], 0 if transposed else 1)
     if weight is None or len(weight.shape) != 2:
         return None
-    k, n = reversed(weight.shape) if turned else weight.shape
+    k, n = reversed(weight.shape) if transposed else weight.shape
     return _LayerInfo(LINEAR, k, n, weight.stored, weight.joined)
 
 
@@ -330,10 +318,13 @@ def _packed_matmul(node: ir.Node) -> _LayerInfo | None:
 
 
 def _gather(node: ir.Node) -> _LayerInfo | None:
-    table, rows = find_weight(node.inputs[0]), node.inputs[1]
-    if table is None or len(table.shape) != 2 or min(table.shape) < 2 or rows is None:
+    table, indices = find_weight(node.inputs[0]), node.inputs[1]
+    if table is None or len(table.shape) != 2 or min(table.shape) < 2 or indices is None:
         return None
-    if node.attributes.get_int("axis", 0) or find_weight(rows) is not None or not _is_float(node):
+    # Gather also reads rows of constants, such as shapes: an embedding has computed indices.
+    if node.attributes.get_int("axis", 0) or find_weight(indices) is not None:
+        return None
+    if not _has_float_table(node):
         return None
     return _LayerInfo(EMBEDDING, *table.shape, table.stored)
 
@@ -352,15 +343,15 @@ def _conv(node: ir.Node) -> _LayerInfo | None:
     kernel = find_weight(node.inputs[1], 0)
     if kernel is None or len(kernel.shape) < 3:
         return None
-    n, k, *window = kernel.shape
+    n, k, *kernel_size = kernel.shape
     groups = node.attributes.get_int("group", 1)
-    return _LayerInfo(CONV, k * groups, n, kernel.stored, kernel=tuple(window), groups=groups)
+    return _LayerInfo(CONV, k * groups, n, kernel.stored, kernel=tuple(kernel_size), groups=groups)
 
 
-def _is_float(node: ir.Node) -> bool:
+def _has_float_table(node: ir.Node) -> bool:
+    # A computed table is the output of DequantizeLinear or Cast, whose type may be missing.
     table = node.inputs[0]
-    maker = None if table is None else table.producer()
-    return maker is not None or (table is not None and S.is_float(table))
+    return table is not None and (table.producer() is not None or S.is_float(table))
 
 
 _READERS: dict[str, Callable[[ir.Node], _LayerInfo | None]] = {
@@ -376,7 +367,7 @@ _READERS: dict[str, Callable[[ir.Node], _LayerInfo | None]] = {
 
 @dataclasses.dataclass(frozen=True)
 class TargetSlice:
-    """Where a module's output lies: columns of a layer's output, columns of the module's own."""
+    """Columns of a layer's output, and their first column in a module's output."""
 
     layer: BaseLayer
     start: int
@@ -386,65 +377,62 @@ class TargetSlice:
 
 @dataclasses.dataclass(frozen=True)
 class TargetModule:
-    """A module of torch: it reads ``inputs`` numbers and gives ``outputs``, at some sites."""
+    """A torch module that can have an adapter, and the slices of layer outputs that compute it."""
 
     module: str
     kind: str
     inputs: int
     outputs: int
-    sites: tuple[TargetSlice, ...]
+    slices: tuple[TargetSlice, ...]
 
     @property
     def kernel(self) -> tuple[int, ...]:
-        """Sizes of a convolution's window."""
-        return self.sites[0].layer.kernel
+        """The kernel size of a convolution."""
+        return self.slices[0].layer.kernel
 
     @property
     def groups(self) -> int:
-        """Groups of a convolution, 1 of all else."""
-        return self.sites[0].layer.groups
+        """The groups of a convolution; 1 for other modules."""
+        return self.slices[0].layer.groups
 
     @property
     def dtype(self) -> ir.DataType:
-        """The type of what the module gives."""
-        return self.sites[0].layer.dtype
+        """The type of the output."""
+        return self.slices[0].layer.dtype
 
     @property
-    def largest_rank(self) -> int:
-        """The rank from which on a branch could be any matrix."""
-        reach = self.inputs
-        for size in self.kernel:
-            reach *= size
-        return min(reach, self.outputs)
+    def max_rank(self) -> int:
+        """The largest rank: a larger one adds parameters and no expressiveness."""
+        return min(self.inputs * math.prod(self.kernel), self.outputs)
 
 
 def find_target_modules(layers: Sequence[BaseLayer], family: str | None) -> list[TargetModule]:
-    """Return the modules of a model; those that torch packs in this family are one."""
-    parts: dict[str, TargetModule] = {}
+    """Return the modules of a model, packed as transformers packs them in this family."""
+    found: dict[str, TargetModule] = {}
     for layer in layers:
-        for part in layer.parts:
-            site = TargetSlice(layer, part.start, part.width)
-            _add_target(
-                parts, TargetModule(part.module, layer.kind, layer.inputs, part.width, (site,))
-            )
-    units = _join_packed(parts, PACKED.get(family or "", {}))
-    return [dataclasses.replace(u, module=transformers_name(u.module, family)) for u in units]
+        start = 0
+        for module, width in layer.modules:
+            columns = (TargetSlice(layer, start, width),)
+            _add_target(found, TargetModule(module, layer.kind, layer.inputs, width, columns))
+            start += width
+    candidates = _join_packed(found, PACKED.get(family or "", {}))
+    return [dataclasses.replace(t, module=transformers_name(t.module, family)) for t in candidates]
 
 
-def _add_target(units: dict[str, TargetModule], unit: TargetModule) -> None:
-    """Add a unit; one that reads the weights of another is that one at a further site."""
-    old = units.get(unit.module)
-    if old is not None and _same_weights(old, unit):
-        units[unit.module] = dataclasses.replace(old, sites=(*old.sites, *unit.sites))
+def _add_target(candidates: dict[str, TargetModule], target: TargetModule) -> None:
+    """Add a module; a second layer with the same weights becomes another slice of the first."""
+    old = candidates.get(target.module)
+    if old is not None and _same_weights(old, target):
+        candidates[target.module] = dataclasses.replace(old, slices=(*old.slices, *target.slices))
         return
-    name, n = unit.module, 1
-    while name in units:
-        name, n = f"{unit.module}_{n}", n + 1
-    units[name] = dataclasses.replace(unit, module=name)
+    name, n = target.module, 1
+    while name in candidates:
+        name, n = f"{target.module}_{n}", n + 1
+    candidates[name] = dataclasses.replace(target, module=name)
 
 
 def _same_weights(a: TargetModule, b: TargetModule) -> bool:
-    first, second = a.sites[0], b.sites[0]
+    first, second = a.slices[0], b.slices[0]
     return (
         a.kind == b.kind
         and first.layer.weights == second.layer.weights
@@ -453,110 +441,113 @@ def _same_weights(a: TargetModule, b: TargetModule) -> bool:
 
 
 def _join_packed(
-    parts: dict[str, TargetModule], packed: dict[str, tuple[str, ...]]
+    found: dict[str, TargetModule], packed: dict[str, tuple[str, ...]]
 ) -> list[TargetModule]:
-    """Return the units with parts of a packed module put together, in the order of the file."""
-    wholes: dict[str, list[str]] = collections.defaultdict(list)
+    """Return the modules with the members of each packed module joined, in graph order."""
+    members_of: dict[str, list[str]] = {}
     for whole, members in packed.items():
-        for name in parts:
+        for name in found:
             if name.endswith("." + members[0]):
                 stem = name.removesuffix(members[0])
                 names = [stem + m for m in members]
-                if all(n in parts and parts[n].kind == LINEAR for n in names):
-                    wholes[stem + whole] = names
-    first = {names[0]: whole for whole, names in wholes.items()}
-    swallowed = {n for names in wholes.values() for n in names}
-    units = []
-    for name, unit in parts.items():
-        if name in first:
-            units.append(_packed_target(first[name], [parts[n] for n in wholes[first[name]]]))
-        elif name not in swallowed:
-            units.append(unit)
-    return units
+                if all(n in found and found[n].kind == LINEAR for n in names):
+                    members_of[stem + whole] = names
+    whole_of_first = {names[0]: whole for whole, names in members_of.items()}
+    joined = {n for names in members_of.values() for n in names}
+    candidates = []
+    for name, target in found.items():
+        if name in whole_of_first:
+            whole = whole_of_first[name]
+            candidates.append(_packed_target(whole, [found[n] for n in members_of[whole]]))
+        elif name not in joined:
+            candidates.append(target)
+    return candidates
 
 
 def _packed_target(module: str, members: Sequence[TargetModule]) -> TargetModule:
-    sites: list[TargetSlice] = []
+    slices: list[TargetSlice] = []
     column = 0
     for member in members:
-        sites += [dataclasses.replace(s, column=column) for s in member.sites]
+        slices += [dataclasses.replace(s, column=column) for s in member.slices]
         column += member.outputs
-    return TargetModule(module, LINEAR, members[0].inputs, column, tuple(sites))
+    return TargetModule(module, LINEAR, members[0].inputs, column, tuple(slices))
 
 
 ATTENTION, ALL_LINEAR = "attention", "all-linear"
-_IN_ATTENTION = re.compile(r"(^|\.)\w*(attn|attention)\w*\.", re.IGNORECASE)
-_BY_LAST_NAME = frozenset(
+_ATTENTION_PATH = re.compile(r"(^|\.)\w*(attn|attention)\w*\.", re.IGNORECASE)
+_ATTENTION_NAMES = frozenset(
     (
         *("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "qkv_proj", "in_proj", "Wqkv"),
         *("q_lin", "k_lin", "v_lin", "out_lin", "query", "key", "value", "query_key_value"),
         *("c_attn", "to_q", "to_k", "to_v"),
     )
 )
+# Names of heads in transformers that "all-linear" leaves out, as in PEFT.
 _HEADS = frozenset({"lm_head", "embed_out", "output_projection"})
 _AFTER_HEAD = ("Add", "Cast", "Div", "Mul", "Tanh", "Softmax", "LogSoftmax", "Identity", "Sigmoid")
 _MAX_LISTED = 8
 
 
 def select_targets(
-    units: Sequence[TargetModule], targets: str | Sequence[str]
+    candidates: Sequence[TargetModule], targets: str | Sequence[str]
 ) -> list[TargetModule]:
-    """Return the units that ``targets`` names, in the order of the file.
+    """Return the modules that ``targets`` selects, in graph order.
 
     Raises:
-        PrepareError: if a pattern matches nothing; near names are listed.
+        PrepareError: if the model has no such module, or a pattern matches none.
     """
-    if not units:
+    if not candidates:
         raise PrepareError(
-            "the model has no layer that an adapter could be put beside\n"
-            "hint: adapters go beside MatMul, Gemm, MatMulNBits, MatMulBnb4, Gather and Conv whose "
-            "weights are stored in the file"
+            "the model has no layer that can have an adapter\n"
+            "hint: adapters need MatMul, Gemm, MatMulNBits, MatMulBnb4, Gather or Conv nodes whose "
+            "weights are initializers"
         )
-    chosen: dict[str, TargetModule] = {}
-    for wanted in [targets] if isinstance(targets, str) else targets:
-        hits = _matching(units, wanted)
-        if not hits:
-            raise PrepareError(_no_match_message(units, wanted))
-        chosen.update((u.module, u) for u in hits)
-    if not chosen:
-        raise PrepareError("`targets` is empty\nhint: attention, all-linear, or names of layers")
-    return [u for u in units if u.module in chosen]
+    selected: set[str] = set()
+    for pattern in [targets] if isinstance(targets, str) else targets:
+        matches = _matching(candidates, pattern)
+        if not matches:
+            raise PrepareError(_no_match_message(candidates, pattern))
+        selected.update(t.module for t in matches)
+    if not selected:
+        raise PrepareError(
+            "`targets` is empty\nhint: pass 'attention', 'all-linear' or names of layers"
+        )
+    return [t for t in candidates if t.module in selected]
 
 
-def _matching(units: Sequence[TargetModule], wanted: str) -> list[TargetModule]:
-    if wanted == ATTENTION:
-        return [u for u in units if u.kind == LINEAR and _in_attention(u.module)]
-    if wanted == ALL_LINEAR:
-        linear = [u for u in units if u.kind == LINEAR]
-        inner = [u for u in linear if not _is_head(u)]
+def _matching(candidates: Sequence[TargetModule], pattern: str) -> list[TargetModule]:
+    if pattern == ATTENTION:
+        return [t for t in candidates if t.kind == LINEAR and _in_attention(t.module)]
+    if pattern == ALL_LINEAR:
+        linear = [t for t in candidates if t.kind == LINEAR]
+        inner = [t for t in linear if not _is_head(t)]
         return inner or linear
-    return [u for u in units if any(_matches_target(name, wanted) for name in _names(u))]
+    return [t for t in candidates if any(_matches(name, pattern) for name in _names(t))]
 
 
 def _in_attention(module: str) -> bool:
-    return _IN_ATTENTION.search(module) is not None or module.split(".")[-1] in _BY_LAST_NAME
+    return _ATTENTION_PATH.search(module) is not None or module.split(".")[-1] in _ATTENTION_NAMES
 
 
-def _names(unit: TargetModule) -> list[str]:
-    """Return what a user may call a unit: its module, its parts, the nodes and weights."""
-    layers = [s.layer for s in unit.sites]
-    names = [unit.module]
-    for layer in layers:
+def _names(target: TargetModule) -> list[str]:
+    """Return the names that ``targets`` may use: of the module, its layers, nodes and weights."""
+    names = [target.module]
+    for layer in (s.layer for s in target.slices):
         names += [layer.module, layer.node.name or "", *(w.name or "" for w in layer.weights)]
     return names
 
 
-def _matches_target(name: str, target: str) -> bool:
-    if any(c in target for c in "*?["):
-        return fnmatch.fnmatchcase(name, target)
-    return name == target or name.endswith("." + target)
+def _matches(name: str, pattern: str) -> bool:
+    if any(c in pattern for c in "*?["):
+        return fnmatch.fnmatchcase(name, pattern)
+    return name == pattern or name.endswith("." + pattern)
 
 
-def _is_head(unit: TargetModule) -> bool:
-    """Return whether a unit makes an output of the model: the head stays as it is."""
-    if unit.module.split(".")[-1] in _HEADS:
+def _is_head(target: TargetModule) -> bool:
+    """Return whether a module computes an output of the model."""
+    if target.module.split(".")[-1] in _HEADS:
         return True
-    return any(_reaches_output(site.layer.y) for site in unit.sites)
+    return any(_reaches_output(s.layer.y) for s in target.slices)
 
 
 def _reaches_output(y: ir.Value) -> bool:
@@ -581,27 +572,26 @@ def _other_inputs_constant(node: ir.Node, value: ir.Value) -> bool:
     return all(x.is_initializer() or x.const_value is not None for x in others)
 
 
-def _no_match_message(units: Sequence[TargetModule], target: str) -> str:
-    modules = [u.module for u in units]
+def _no_match_message(candidates: Sequence[TargetModule], target: str) -> str:
+    modules = [t.module for t in candidates]
     last = list(dict.fromkeys(m.split(".")[-1] for m in modules))
     near = [
         *difflib.get_close_matches(target, last, n=3, cutoff=0.4),
         *difflib.get_close_matches(target, modules, n=3, cutoff=0.4),
     ]
-    choice = near or [*last, *modules]
-    more = f" and {len(choice) - _MAX_LISTED} more" if len(choice) > _MAX_LISTED else ""
-    listing = ", ".join(dict.fromkeys(choice[:_MAX_LISTED]))
+    names = near or [*last, *modules]
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    listing = ", ".join(dict.fromkeys(names[:_MAX_LISTED]))
     return (
         f"`targets` matches no layer: {target!r}\n"
-        f"hint: the model has {listing}{more}; or take 'attention' or 'all-linear'"
+        f"hint: the model has {listing}{more}; 'attention' and 'all-linear' select groups"
     )
 
 
 def frozen_weight(layer: BaseLayer) -> np.ndarray:
-    """Return the weights of a layer in float32.
+    """Return the weight of a layer in float32.
 
-    They are [inputs, outputs] of a linear layer, the kernel of a convolution, the table of an
-    embedding.
+    Linear layers have ``[inputs, outputs]``, convolutions their kernel, embeddings their table.
     """
     node, key = layer.node, op_key(layer.node)
     if key == "com.microsoft::MatMulNBits":
@@ -622,60 +612,62 @@ def frozen_weight(layer: BaseLayer) -> np.ndarray:
 
 
 def packed_rows(node: ir.Node) -> np.ndarray:
-    """Return the weights of MatMulNBits, [N, blocks * block]: the last block may be filled up."""
+    """Return the weight of MatMulNBits, ``[N, blocks * block_size]``; the last block is padded."""
     bits, block = node.attributes.get_int("bits", 4), node.attributes.get_int("block_size", 32)
     n, k = node.attributes.get_int("N", 0), node.attributes.get_int("K", 0)
     packed = PackedFormat(bits, block)
     blocks = -(-k // block)
-    raw, scales, points, groups = (_array(node, i) for i in (1, 2, 3, 4))
+    raw, scales, zero_points, g_idx = (_array(node, i) for i in (1, 2, 3, 4))
     assert raw is not None
     assert scales is not None
-    numbers = packed.unpack(raw.reshape(n, -1)).astype(np.float32)
+    codes = packed.unpack(raw.reshape(n, -1)).astype(np.float32)
     scales = scales.reshape(n, blocks).astype(np.float32)
-    if points is None:
-        middle = np.full_like(scales, packed.middle)
-    elif points.dtype == np.uint8:
-        middle = packed.unpack(points.reshape(n, -1))[:, :blocks].astype(np.float32)
+    if zero_points is None:
+        zeros = np.full_like(scales, packed.middle)
+    elif zero_points.dtype == np.uint8:
+        zeros = packed.unpack(zero_points.reshape(n, -1))[:, :blocks].astype(np.float32)
     else:
-        middle = points.reshape(n, blocks).astype(np.float32)
-    if groups is not None:
-        return (numbers[:, :k] - middle[:, groups]) * scales[:, groups]
-    wide = numbers.reshape(n, blocks, block)
-    return ((wide - middle[..., None]) * scales[..., None]).reshape(n, -1)
+        zeros = zero_points.reshape(n, blocks).astype(np.float32)
+    if g_idx is not None:
+        return (codes[:, :k] - zeros[:, g_idx]) * scales[:, g_idx]
+    by_block = codes.reshape(n, blocks, block)
+    return ((by_block - zeros[..., None]) * scales[..., None]).reshape(n, -1)
 
 
-def _array(node: ir.Node, place: int) -> np.ndarray | None:
-    x = node.inputs[place] if len(node.inputs) > place else None
+def _array(node: ir.Node, index: int) -> np.ndarray | None:
+    x = node.inputs[index] if len(node.inputs) > index else None
     return None if x is None else weight_values(x)
 
 
 def _bnb4(layer: BaseLayer) -> np.ndarray:
-    """Return the weights of MatMulBnb4, [outputs, inputs]."""
+    """Return the weight of MatMulBnb4, ``[outputs, inputs]``."""
     node = layer.node
-    raw, largest = node.inputs[1], node.inputs[2]
+    raw, absmax = node.inputs[1], node.inputs[2]
     assert raw is not None
-    assert largest is not None
+    assert absmax is not None
     flat = weight_values(raw).reshape(-1)
     codes = np.stack([flat >> 4, flat & 15], axis=-1).reshape(-1)
     table = np.array(BNB4[node.attributes.get_int("quant_type", 1)], np.float32)
     block = node.attributes.get_int("block_size", 64)
     size = layer.inputs * layer.outputs
-    scales = np.repeat(weight_values(largest).reshape(-1).astype(np.float32), block)[:size]
+    scales = np.repeat(weight_values(absmax).reshape(-1).astype(np.float32), block)[:size]
     return (table[codes[:size]] * scales).reshape(layer.outputs, layer.inputs)
 
 
 def _packed_table(layer: BaseLayer) -> np.ndarray:
+    """Return the table of GatherBlockQuantized."""
     node = layer.node
     bits, block = node.attributes.get_int("bits", 4), node.attributes.get_int("block_size", 128)
-    raw, scales, points = (_array(node, i) for i in (0, 2, 3))
+    raw, scales, zero_points = (_array(node, i) for i in (0, 2, 3))
     assert raw is not None
     assert scales is not None
-    narrow = raw.dtype != np.uint8
-    packed = PackedFormat(8 if narrow else bits, block)
-    numbers = raw.astype(np.float32) if narrow else packed.unpack(raw).astype(np.float32)
-    middle = np.float32(0 if narrow else packed.middle)
-    if points is not None:
-        unpacked = points if narrow else packed.unpack(points)
-        middle = np.repeat(unpacked.astype(np.float32), block, axis=1)[:, : numbers.shape[1]]
-    wide = np.repeat(scales.astype(np.float32), block, axis=1)[:, : numbers.shape[1]]
-    return (numbers - middle) * wide
+    # uint8 holds several codes per byte; int4 and uint4 tensors are unpacked by onnx_ir.
+    unpacked = raw.dtype != np.uint8
+    packed = PackedFormat(8 if unpacked else bits, block)
+    codes = (raw if unpacked else packed.unpack(raw)).astype(np.float32)
+    zeros = np.float32(0 if unpacked else packed.middle)
+    if zero_points is not None:
+        per_block = zero_points if unpacked else packed.unpack(zero_points)
+        zeros = np.repeat(per_block.astype(np.float32), block, axis=1)[:, : codes.shape[1]]
+    factors = np.repeat(scales.astype(np.float32), block, axis=1)[:, : codes.shape[1]]
+    return (codes - zeros) * factors

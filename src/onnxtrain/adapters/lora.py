@@ -1,8 +1,7 @@
-"""Low-rank adapters beside the frozen layers of a model.
+"""LoRA for ONNX models: ``lora`` adds adapters, ``load_adapter`` loads those of PEFT.
 
-A model with adapters: frozen weights as they were, and small matrices that train.
-
-Adapters that PEFT trained, put onto a file: training goes on.
+Both return an ``Adapted``: the model with adapters, and the exports to PEFT, onnxruntime and a
+merged model.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from onnxtrain.adapters.peft import (
     write_peft,
 )
 from onnxtrain.errors import CheckpointError, PrepareError
-from onnxtrain.graph.io import Source, load
+from onnxtrain.graph.io import CheckedModel, Source, load
 from onnxtrain.importer import expose_weights
 from onnxtrain.importer.functions import inline_functions
 from onnxtrain.importer.opset import OPSET, to_working_opset
@@ -58,13 +57,13 @@ from onnxtrain.importer.parameters import ADAPTERS
 
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """A model with adapters: :func:`onnxtrain.build` and all else take it as a model.
+    """A model with adapters, accepted wherever a model is, such as in :func:`onnxtrain.build`.
 
-    Only the adapters train. The weights of the file are not copied: they stay mapped.
+    Only the adapters are trainable. Weights of the file are memory-mapped, not copied.
     """
 
     model: ir.Model
-    """The graph with its branches; initializers of the file keep their names and bytes."""
+    """The graph with adapters; initializers of the file keep their names and bytes."""
     adapters: tuple[Adapter, ...]
     rank: int
     alpha: float
@@ -72,55 +71,55 @@ class Adapted:
     rslora: bool
     dora: bool
     family: str | None
-    """The kind of model, as transformers names it, if it is known."""
+    """transformers' ``model_type``, if it is known."""
     base: str | None
-    """The file that the model came from, if it is one."""
+    """The file that the model was loaded from, if any."""
     plain: ir.Model
-    """The graph without branches; its tensors are those of ``model``."""
+    """The graph without adapters; it shares the tensors of ``model``."""
     modules: tuple[str, ...]
-    """All modules of the file that could have an adapter."""
+    """All modules of the file that can have an adapter."""
     notes: tuple[str, ...] = ()
-    """What a user should know before training."""
+    """Warnings about the file, such as activations that it rounds to 8 bits."""
 
     def __post_init__(self) -> None:
-        # Artifacts take it along, so that adapters can be written wherever they were trained.
-        kept = ("module", "kind", "a", "b", "magnitude", "scaling")
-        rows = [{n: getattr(a, n) for n in kept} for a in self.adapters]
-        table = {"config": peft_config(self), "tensors": rows}
+        # Artifacts copy this entry, so that adapters can be exported wherever they are trained.
+        fields = ("module", "kind", "a", "b", "magnitude", "scaling")
+        tensors = [{n: getattr(a, n) for n in fields} for a in self.adapters]
+        table = {"config": peft_config(self), "tensors": tensors}
         self.model.metadata_props[ADAPTERS] = json.dumps(table, sort_keys=True)
 
     def as_ir(self) -> ir.Model:
-        """Return the model, for whatever takes models."""
+        """Return the model with adapters."""
         return self.model
 
     @property
     def parameters(self) -> dict[str, np.ndarray]:
-        """The adapters' tensors by name, as they are in the model."""
-        known = self.model.graph.initializers
+        """The adapters' tensors by name, with their values in the model."""
+        initializers = self.model.graph.initializers
         arrays: dict[str, np.ndarray] = {}
         for name in self.names:
-            tensor = known[name].const_value
+            tensor = initializers[name].const_value
             assert tensor is not None
             arrays[name] = tensor.numpy()
         return arrays
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all initializers that train, each once."""
+        """Names of the trainable initializers."""
         return tuple(dict.fromkeys(n for a in self.adapters for n in a.parameters))
 
     @property
     def size(self) -> int:
-        """How many numbers train."""
+        """The number of trainable parameters."""
         return sum(a.size for a in self.parameters.values())
 
     @property
-    def foreign(self) -> tuple[str, ...]:
-        """Modules that torch has only as a part of others, so that PEFT has no adapter for them."""
+    def not_in_peft(self) -> tuple[str, ...]:
+        """Modules that PEFT cannot adapt: torch packs them with others, interleaved by head."""
         return tuple(a.module for a in self.adapters if is_packed_by_heads(a.module, self.family))
 
     def with_parameters(self, arrays: Mapping[str, np.ndarray]) -> Adapted:
-        """Return the same model with other values of its adapters."""
+        """Return a copy with other values of the adapters."""
         model = self.model.clone()
         for name, array in arrays.items():
             x = model.graph.initializers[name]
@@ -137,82 +136,83 @@ class Adapted:
         base_model: str = "",
         task_type: str | None = None,
     ) -> None:
-        """Write the adapters as a directory of PEFT, which loads them onto the torch original.
+        """Write a PEFT adapter directory, to load with ``PeftModel.from_pretrained`` in torch.
 
-        Layers of the file that trained beside them, such as a new head, are ``modules_to_save``.
+        Other trained layers, such as a new head, become ``modules_to_save``.
 
         Args:
-            directory: where adapter_config.json and adapter_model.safetensors go.
-            weights: a trainer, arrays by name, or the path of a checkpoint; ``None`` stands for the
-                values in the model.
-            base_model: what the configuration calls the torch original.
-            task_type: PEFT's word for the task, such as ``"CAUSAL_LM"``.
+            directory: the directory for adapter_config.json and adapter_model.safetensors.
+            weights: a trainer, arrays by name, or the path of a checkpoint. Default: the values in
+                the model.
+            base_model: ``base_model_name_or_path`` of the configuration.
+            task_type: ``task_type`` of the configuration, such as ``"CAUSAL_LM"``.
 
         Raises:
-            PrepareError: if torch packs an adapted module with others, head by head.
+            PrepareError: if torch packs an adapted module with others, interleaved by head.
         """
         values = trained_values(self, weights)
         saved = saved_modules(self, non_adapter_values(self, weights))
         write_peft(directory, self, values, saved=saved, base_model=base_model, task_type=task_type)
 
     def export_ort_adapter(self, path: str | os.PathLike[str], weights: Weights = None) -> None:
-        """Write the adapters as an ``.onnx_adapter`` file, for a base of :meth:`export_ort_base`.
+        """Write an ``.onnx_adapter`` file, to load onto the base of :meth:`export_ort_base`.
 
         Args:
-            path: of the file.
-            weights: as in :meth:`export_peft`.
+            path: the file to write.
+            weights: see :meth:`export_peft`.
         """
         write_ort_adapter(path, self, trained_values(self, weights))
 
     def export_ort_base(self, path: str | os.PathLike[str] | None = None) -> Path:
-        """Write the file once with inputs for adapters, and return where it is.
+        """Write the base model with inputs for adapters, and return its path.
 
-        Without an adapter it computes what the file computes. In the folder of the file it refers
-        to its external data; elsewhere it has a copy of them.
+        Without an active adapter it computes the same as the original. In the folder of the
+        original it refers to the same external data; in other folders it has a copy.
 
         Args:
-            path: of the file; by default it is beside the original, ``model.lora.onnx``.
+            path: the file to write. Default: ``model.lora.onnx`` beside ``model.onnx``.
         """
         return write_ort_base(path, self)
 
-    def merge(self, weights: Weights = None, *, quantised: str = BRANCH) -> MergeResult:
-        """Return a model without adapters that computes the same.
+    def merge(self, weights: Weights = None, *, quantized: str = BRANCH) -> MergeResult:
+        """Merge the adapters into the weights and return the model.
 
         Args:
-            weights: as in :meth:`export_peft`.
-            quantised: what becomes of quantised layers: ``"branch"`` keeps their weights and the
-                branch beside them, ``"requantise"`` rounds the sum again, which loses a little.
+            weights: see :meth:`export_peft`.
+            quantized: how to merge into quantized layers. ``"branch"`` keeps their weights and adds
+                the adapter as a branch; ``"requantize"`` quantizes the merged weights again, which
+                costs some accuracy.
         """
-        return merge(self, trained_values(self, weights), quantised)
+        return merge(self, trained_values(self, weights), quantized)
 
     def export_merged(
         self,
         path: str | os.PathLike[str],
         weights: Weights = None,
         *,
-        quantised: str = BRANCH,
+        quantized: str = BRANCH,
     ) -> MergeResult:
-        """Write a model without adapters that computes the same, and return it with a report.
+        """Write the merged model, and return it with a report.
 
         Args:
-            path: of the file. In the folder of the original it refers to its external data.
-            weights: as in :meth:`export_peft`.
-            quantised: as in :meth:`merge`.
+            path: the file to write. In the folder of the original it refers to its external data.
+            weights: see :meth:`export_peft`.
+            quantized: see :meth:`merge`.
         """
-        merged = self.merge(weights, quantised=quantised)
+        merged = self.merge(weights, quantized=quantized)
         save_with_external_references(merged.model, path)
         return merged
 
     def __str__(self) -> str:
-        kinds = "DoRA" if self.dora else "LoRA"
-        where = "" if self.base is None else f" on {os.path.basename(self.base)}"
+        method = "DoRA" if self.dora else "LoRA"
+        base = "" if self.base is None else f" on {os.path.basename(self.base)}"
         count = f"{len(self.adapters)} adapters, {self.size:,} parameters"
-        lines = [f"{kinds} rank {self.rank}{where}: {count}", *(f"  {a}" for a in self.adapters)]
+        lines = [f"{method} rank {self.rank}{base}: {count}", *(f"  {a}" for a in self.adapters)]
         return "\n".join([*lines, *(f"note: {n}" for n in self.notes)])
 
 
-_MIN_OPSET = 13  # opset from which on the operators of a branch have the form that is emitted
-_INT8_ACCURACY_LEVEL = 4  # accuracy_level at which MatMulNBits rounds its input
+_MIN_OPSET = 13  # Branches use Slice, Pad and ReduceSum with inputs instead of attributes.
+_INT8_ACCURACY_LEVEL = 4  # MatMulNBits quantizes its input to int8 from this accuracy_level on.
 
 
 def lora(
@@ -227,41 +227,40 @@ def lora(
     seed: int = 0,
     family: str | None = None,
 ) -> Adapted:
-    """Return the model with trainable low-rank branches beside frozen layers.
+    """Add LoRA adapters to a model.
 
-    A branch adds ``scaling * (x A) B`` to the output of a layer, where ``A`` and ``B`` are narrow.
-    At the start they change nothing. The file and its weights stay as they are.
+    An adapter adds ``scaling * (x A) B`` to the output of a frozen layer. ``B`` is initialized to
+    zero, so a new adapter does not change the outputs. Neither the file nor its weights change.
 
     Args:
-        model: a path, bytes, ``ModelProto`` or ``ir.Model``; it is not changed.
-        rank: how narrow the branches are.
-        alpha: the branch is scaled by ``alpha / rank``.
-        targets: ``"attention"`` (the projections of attention), ``"all-linear"`` (every linear
-            layer but the head), or names or globs of layers, as torch or the file names them.
-        dropout: the share of activations that a branch does not see in training; branches beside
-            embeddings read row numbers and see all of them, as in PEFT.
-        rslora: scale by ``alpha / sqrt(rank)`` instead.
-        dora: train a magnitude per output beside the direction (DoRA).
-        seed: of the drawn start values.
-        family: the kind of model as transformers names it (``"phi3"``), where no config.json or
-            genai_config.json beside the file tells it. It decides how torch packs its modules.
+        model: a path, bytes, ``ModelProto`` or ``ir.Model``; it is not modified.
+        rank: rank of the adapters, ``r`` in PEFT.
+        alpha: scaling numerator: adapters are scaled by ``alpha / rank``.
+        targets: layers that get an adapter: ``"attention"`` (the query, key, value and output
+            projections), ``"all-linear"`` (all linear layers except the head), or names or globs of
+            torch modules, nodes or weights.
+        dropout: dropout probability of the adapters' inputs; not used for embeddings, as in PEFT.
+        rslora: use rank-stabilized LoRA: scale by ``alpha / sqrt(rank)``.
+        dora: use DoRA: also train a magnitude per output feature.
+        seed: random seed for the initial values.
+        family: transformers' ``model_type``, such as ``"phi3"``; it decides the names of the
+            modules and how torch packs them. Default: read from config.json or genai_config.json
+            beside the file.
 
     Raises:
-        PrepareError: if a target matches no layer, or the rank does not fit.
+        PrepareError: if a target matches no layer, or the rank is too large for a layer.
     """
     _check(rank, alpha, dropout)
-    path = os.fsdecode(model) if isinstance(model, str | os.PathLike) else None
+    path = _path_of(model)
     family = model_type(path) if family is None else family
     work = prepare_model(model)
-    plain = copy_model(work)
-    units = find_target_modules(find_base_layers(work.graph), family)
-    plans = [
-        AdapterSpec(unit, rank, float(alpha), rslora, dora)
-        for unit in select_targets(units, targets)
-    ]
-    check_ranks(plans)
-    adapters = attach_adapters(work, plans, initial_values(plans, seed), dropout)
-    modules = tuple(u.module for u in units)
+    plain = work.clone()
+    candidates = find_target_modules(find_base_layers(work.graph), family)
+    selected = select_targets(candidates, targets)
+    specs = [AdapterSpec(target, rank, float(alpha), rslora, dora) for target in selected]
+    check_ranks(specs)
+    adapters = attach_adapters(work, specs, initial_values(specs, seed), dropout)
+    modules = tuple(u.module for u in candidates)
     return Adapted(
         work,
         adapters,
@@ -278,13 +277,15 @@ def lora(
     )
 
 
-def copy_model(model: ir.Model) -> ir.Model:
-    """Return a copy of a graph; its tensors are the same."""
-    return model.clone()
+def _path_of(model: Source) -> str | None:
+    """Return the file that a model came from, if it is known."""
+    if isinstance(model, CheckedModel):
+        return model.path
+    return os.fsdecode(model) if isinstance(model, str | os.PathLike) else None
 
 
 def prepare_model(model: Source) -> ir.Model:
-    """Return a copy of a model with its weights as initializers, at an opset with our forms."""
+    """Return a copy of a model with its weights as initializers, at opset 13 or later."""
     work = load(model)
     if work.functions:
         work = inline_functions(work)
@@ -296,61 +297,60 @@ def prepare_model(model: Source) -> ir.Model:
 
 def _check(rank: int, alpha: float, dropout: float) -> None:
     if rank < 1:
-        raise PrepareError(f"rank must be at least 1: {rank}")
+        raise PrepareError(f"rank must be at least 1, got {rank}")
     if not alpha > 0 or not math.isfinite(alpha):
-        raise PrepareError(f"alpha must be above 0: {alpha}")
+        raise PrepareError(f"alpha must be positive, got {alpha}")
     if not 0.0 <= dropout < 1.0:
-        raise PrepareError(f"dropout must lie in [0, 1): {dropout}")
+        raise PrepareError(f"dropout must be in [0, 1), got {dropout}")
 
 
 def training_notes(graph: ir.Graph) -> tuple[str, ...]:
-    """Return what a user of a model should know before training."""
-    rounding = sum(
+    """Return warnings about a model to train."""
+    int8_nodes = sum(
         node.op_type == "MatMulNBits"
         and node.attributes.get_int("accuracy_level", 0) >= _INT8_ACCURACY_LEVEL
         for node in graph
     )
-    if not rounding:
+    if not int8_nodes:
         return ()
-    what = f"{rounding} product(s) of the file round their input to 8 bits (accuracy_level 4)"
-    return (f"{what}: up to a percent off. Training does not, so the served file differs from it",)
+    what = f"{int8_nodes} MatMulNBits node(s) round their input to 8 bits (accuracy_level 4)"
+    return (f"{what}; training does not, so outputs of the served model differ by up to 1 %",)
 
 
 def load_adapter(
     model: Source, directory: str | os.PathLike[str], *, family: str | None = None
 ) -> Adapted:
-    """Return the model with the adapters of a PEFT directory, ready to be trained further.
+    """Load a PEFT adapter onto a model, to export it or to continue training.
 
     Args:
-        model: a path, bytes, ``ModelProto`` or ``ir.Model``, or an :class:`Adapted`, whose own
-            adapters then give way.
-        directory: what ``save_pretrained`` of PEFT, or :meth:`Adapted.export_peft`, wrote.
-        family: as in :func:`onnxtrain.lora`.
+        model: a path, bytes, ``ModelProto`` or ``ir.Model``; or an :class:`Adapted`, whose adapters
+            are replaced.
+        directory: a directory of PEFT's ``save_pretrained`` or of :meth:`Adapted.export_peft`.
+        family: see :func:`onnxtrain.lora`.
 
     Raises:
-        CheckpointError: if the directory is damaged, or its adapters do not fit the model.
+        CheckpointError: if the directory is damaged, or the model lacks a module of the adapter.
     """
     peft = PeftAdapter(directory)
-    path: str | None = None
     if isinstance(model, Adapted):
-        path, family, model = model.base, family or model.family, model.plain
-    elif isinstance(model, str | os.PathLike):
-        path = os.fsdecode(model)
+        family, model = family or model.family, CheckedModel(model.plain, model.base)
+    path = _path_of(model)
     family = model_type(path) if family is None else family
     work = prepare_model(model)
     load_saved_modules(work, peft.saved, family, peft.label)
-    plain = copy_model(work)
-    units = find_target_modules(find_base_layers(work.graph), family)
-    plans, values = [], dict[str, np.ndarray]()
+    plain = work.clone()
+    candidates = find_target_modules(find_base_layers(work.graph), family)
+    specs, values = [], dict[str, np.ndarray]()
     for module, parts in peft.tensors.items():
-        unit = _find_target(units, module, peft.label)
-        plan = AdapterSpec(unit, _rank(parts["lora_A"]), peft.alpha(module), peft.rslora, peft.dora)
-        plans.append(plan)
-        values.update(_values_by_graph_name(plan, parts, peft.label))
-    order = {u.module: i for i, u in enumerate(units)}
-    plans.sort(key=lambda p: order[p.unit.module])
-    check_ranks(plans)
-    adapters = attach_adapters(work, plans, values, peft.dropout)
+        target = _find_target(candidates, module, peft.label)
+        rank = int(parts["lora_A"].shape[0])
+        spec = AdapterSpec(target, rank, peft.alpha(module), peft.rslora, peft.dora)
+        specs.append(spec)
+        values.update(_values_by_graph_name(spec, parts, peft.label))
+    order = {u.module: i for i, u in enumerate(candidates)}
+    specs.sort(key=lambda p: order[p.target.module])
+    check_ranks(specs)
+    adapters = attach_adapters(work, specs, values, peft.dropout)
     return Adapted(
         work,
         adapters,
@@ -367,43 +367,38 @@ def load_adapter(
     )
 
 
-def _find_target(units: Sequence[TargetModule], module: str, label: str) -> TargetModule:
-    """Return the unit that an adapter is for; a path may lack its first names, or have more."""
-    exact = [u for u in units if u.module == module]
+def _find_target(candidates: Sequence[TargetModule], module: str, label: str) -> TargetModule:
+    """Return the module that an adapter is for; prefixes such as ``model.`` may differ."""
+    exact = [u for u in candidates if u.module == module]
     near = exact or [
-        u for u in units if u.module.endswith("." + module) or module.endswith("." + u.module)
+        u for u in candidates if u.module.endswith("." + module) or module.endswith("." + u.module)
     ]
     if len(near) == 1:
         return near[0]
     last = module.split(".")[-1]
-    alike = [u.module for u in units if u.module.split(".")[-1] == last] or [
-        u.module for u in units
-    ]
+    names = [u.module for u in candidates]
+    similar = [n for n in names if n.split(".")[-1] == last] or names
     raise CheckpointError(
         f"{label}: the model has no layer {module!r}\n"
-        f"hint: it has {', '.join(alike[:4])}; family= tells which layers torch packs into one"
+        f"hint: it has {', '.join(similar[:4])}; if torch packs these layers, pass family="
     )
 
 
-def _rank(first: np.ndarray) -> int:
-    return int(first.shape[0])
-
-
 def _values_by_graph_name(
-    plan: AdapterSpec, parts: dict[str, np.ndarray], label: str
+    spec: AdapterSpec, parts: dict[str, np.ndarray], label: str
 ) -> dict[str, np.ndarray]:
-    """Return the tensors of an adapter by the graph's names, in its layout."""
-    first, second = parts["lora_A"], parts["lora_B"]
-    if plan.unit.kind != CONV:
-        first, second = first.T, second.T
-    arrays = dict(zip(plan.names, (first, second), strict=True))
-    for (name, array), shape in zip(arrays.items(), plan.shapes, strict=True):
+    """Return the tensors of a PEFT adapter with the names and layout of the graph."""
+    lora_a, lora_b = parts["lora_A"], parts["lora_B"]
+    if spec.target.kind != CONV:
+        lora_a, lora_b = lora_a.T, lora_b.T
+    arrays = dict(zip(spec.names, (lora_a, lora_b), strict=True))
+    for (name, array), shape in zip(arrays.items(), spec.shapes, strict=True):
         if array.shape != shape:
             raise CheckpointError(
-                f"{label}: {name!r} has shape {list(array.shape)}, the model wants {list(shape)}"
+                f"{label}: {name!r} has shape {list(array.shape)}, expected {list(shape)}"
             )
-    if plan.magnitude is not None:
+    if spec.magnitude is not None:
         if "magnitude" not in parts:
-            raise CheckpointError(f"{label}: {plan.unit.module!r} has no magnitudes")
-        arrays[plan.magnitude] = parts["magnitude"].reshape(-1)
+            raise CheckpointError(f"{label}: magnitudes of {spec.target.module!r} are missing")
+        arrays[spec.magnitude] = parts["magnitude"].reshape(-1)
     return {n: np.ascontiguousarray(a) for n, a in arrays.items()}

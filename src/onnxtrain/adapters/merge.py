@@ -1,6 +1,7 @@
-"""Models without adapters that compute the same: branches folded into the weights.
+"""Merge adapters into the weights of a model.
 
-Quantised layers with other weights: rounded anew, in the form that the file has.
+``merge`` folds adapters into float weights. Quantized layers keep their weights and get the adapter
+as a branch, or ``requantize`` quantizes the merged weights in the format of the file.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _PACKED = frozenset({_NBITS, "com.microsoft::MatMulBnb4", "com.microsoft::Gather
 
 
 def is_quantized(layer: BaseLayer) -> bool:
-    """Return whether the weights of a layer are stored in few bits."""
+    """Return whether the weights of a layer are quantized."""
     if op_key(layer.node) in _PACKED:
         return True
     weight = find_weight(layer.node.inputs[0 if layer.kind == "embedding" else 1])
@@ -49,21 +50,21 @@ def is_quantized(layer: BaseLayer) -> bool:
 
 
 def can_requantize(layer: BaseLayer) -> bool:
-    """Return whether :func:`requantise` knows the form: MatMulNBits without groups of columns."""
+    """Return whether :func:`requantize` supports a layer: MatMulNBits without ``g_idx``."""
     node = layer.node
     if op_key(node) != _NBITS:
         return False
     inputs = [*node.inputs, None, None, None]
-    points = inputs[3]
-    packed = points is None or (points.dtype == ir.DataType.UINT8)
-    own = all(x is None or x.is_initializer() for x in inputs[1:4])
-    return inputs[4] is None and packed and own
+    zero_points, g_idx = inputs[3], inputs[4]
+    packed = zero_points is None or zero_points.dtype == ir.DataType.UINT8
+    stored = all(x is None or x.is_initializer() for x in inputs[1:4])
+    return g_idx is None and packed and stored
 
 
 def requantize(graph: ir.Graph, layer: BaseLayer, weight: np.ndarray) -> None:
-    """Let a layer have other weights, [inputs, outputs]: bits, blocks and zero points as before.
+    """Replace the weight of a layer, ``[inputs, outputs]``; bits and block size do not change.
 
-    A block whose numbers did not change keeps its scale, so that nothing is rounded twice.
+    A block whose values did not change keeps its scale and zero point: it is not rounded again.
     """
     node = layer.node
     bits, block = node.attributes.get_int("bits", 4), node.attributes.get_int("block_size", 32)
@@ -71,76 +72,80 @@ def requantize(graph: ir.Graph, layer: BaseLayer, weight: np.ndarray) -> None:
     rows = np.zeros((layer.outputs, blocks * block), np.float32)
     rows[:, : layer.inputs] = weight.T
     before = packed_rows(node).reshape(layer.outputs, blocks, block)
-    wide = rows.reshape(layer.outputs, blocks, block)
-    same = (wide == before).all(-1)
-    points = node.inputs[3] if len(node.inputs) > 3 else None
-    old = weight_values(_input(node, 2)).reshape(layer.outputs, blocks)
-    if points is None:
-        scales, zero = _symmetric_scales(wide, bits)
-        scales = np.where(same, old, scales)
+    values = rows.reshape(layer.outputs, blocks, block)
+    unchanged = (values == before).all(-1)
+    zero_points = node.inputs[3] if len(node.inputs) > 3 else None
+    old_scales = weight_values(_input(node, 2)).reshape(layer.outputs, blocks)
+    if zero_points is None:
+        scales, zeros = _symmetric_scales(values, bits)
+        scales = np.where(unchanged, old_scales, scales)
     else:
-        scales, zero = _asymmetric_scales(wide, bits)
-        keep = _unpack(weight_values(points).reshape(layer.outputs, -1), bits)[:, :blocks]
-        scales, zero = np.where(same, old, scales), np.where(same, keep, zero)
-    safe = np.where(scales == 0, 1.0, scales)
-    codes = np.round(wide / safe[..., None]) + zero[..., None]
-    numbers = np.clip(codes, 0, (1 << bits) - 1).astype(np.uint8)
-    _replace_tensor(graph, node, 1, _pack(numbers.reshape(layer.outputs, -1), bits))
+        scales, zeros = _asymmetric_scales(values, bits)
+        old_zeros = _unpack(weight_values(zero_points).reshape(layer.outputs, -1), bits)
+        scales = np.where(unchanged, old_scales, scales)
+        zeros = np.where(unchanged, old_zeros[:, :blocks], zeros)
+    divisors = np.where(scales == 0, 1.0, scales)
+    codes = np.round(values / divisors[..., None]) + zeros[..., None]
+    codes = np.clip(codes, 0, (1 << bits) - 1).astype(np.uint8)
+    _replace_tensor(graph, node, 1, _pack(codes.reshape(layer.outputs, -1), bits))
     _replace_tensor(graph, node, 2, scales)
-    if points is not None:
-        _replace_tensor(graph, node, 3, _pack(zero.astype(np.uint8), bits))
+    if zero_points is not None:
+        _replace_tensor(graph, node, 3, _pack(zeros.astype(np.uint8), bits))
 
 
-def _symmetric_scales(wide: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return scales such that the number largest by amount is the lowest code, as the tools do."""
+def _symmetric_scales(values: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return scales that map the value of largest magnitude to code 0, as onnxruntime's tools do.
+
+    Codes are unsigned, so code 0 is the most negative level, which has no positive counterpart.
+    """
     middle = 1 << (bits - 1)
-    place = np.abs(wide).argmax(-1)
-    extreme = np.take_along_axis(wide, place[..., None], -1)[..., 0]
+    index = np.abs(values).argmax(-1)
+    extreme = np.take_along_axis(values, index[..., None], -1)[..., 0]
     return extreme / np.float32(-middle), np.full(extreme.shape, middle, np.float32)
 
 
-def _asymmetric_scales(wide: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return scales and zero points that cover a block from its smallest to its largest number."""
-    low, high = np.minimum(wide.min(-1), 0), np.maximum(wide.max(-1), 0)
-    top = np.float32((1 << bits) - 1)
-    scales = (high - low) / top
-    safe = np.where(scales == 0, 1.0, scales)
-    return scales, np.clip(np.round(-low / safe), 0, top)
+def _asymmetric_scales(values: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return scales and zero points that map the range of each block to all codes."""
+    low, high = np.minimum(values.min(-1), 0), np.maximum(values.max(-1), 0)
+    max_code = np.float32((1 << bits) - 1)
+    scales = (high - low) / max_code
+    divisors = np.where(scales == 0, 1.0, scales)
+    return scales, np.clip(np.round(-low / divisors), 0, max_code)
 
 
-def _pack(numbers: np.ndarray, bits: int) -> np.ndarray:
-    """Return numbers of few bits in bytes along the last axis, the first in the lowest bits."""
-    per = 8 // bits
-    missing = -numbers.shape[-1] % per
-    padded = np.pad(numbers, [(0, 0), (0, missing)]).reshape(numbers.shape[0], -1, per)
+def _pack(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Pack codes into bytes along the last axis, the first code in the lowest bits."""
+    per_byte = 8 // bits
+    missing = -codes.shape[-1] % per_byte
+    padded = np.pad(codes, [(0, 0), (0, missing)]).reshape(codes.shape[0], -1, per_byte)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     return np.bitwise_or.reduce(padded << shifts, axis=-1).astype(np.uint8)
 
 
 def _unpack(raw: np.ndarray, bits: int) -> np.ndarray:
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    numbers = (raw[..., None] >> shifts) & np.uint8((1 << bits) - 1)
-    return numbers.reshape(raw.shape[0], -1)
+    codes = (raw[..., None] >> shifts) & np.uint8((1 << bits) - 1)
+    return codes.reshape(raw.shape[0], -1)
 
 
-def _input(node: ir.Node, place: int) -> ir.Value:
-    x = node.inputs[place]
+def _input(node: ir.Node, index: int) -> ir.Value:
+    x = node.inputs[index]
     assert x is not None
     return x
 
 
-def _replace_tensor(graph: ir.Graph, node: ir.Node, place: int, array: np.ndarray) -> None:
-    """Put other numbers in the place of an initializer, in its shape and type."""
-    x = _input(node, place)
+def _replace_tensor(graph: ir.Graph, node: ir.Node, index: int, array: np.ndarray) -> None:
+    """Replace the values of an initializer; other nodes that read it keep the old ones."""
+    x = _input(node, index)
     old = x.const_value
     assert old is not None
     shaped = array.astype(old.dtype.numpy()).reshape(old.shape.numpy())
-    if len(x.uses()) > 1:  # somebody else reads it as well
-        own = graph.initializers.get(f"{x.name}.merged")
-        if own is None:
-            own = ir.Value(name=f"{x.name}.merged", type=x.type, shape=x.shape)
-            graph.register_initializer(_set_tensor(own, shaped, old.dtype))
-        node.replace_input_with(place, own)
+    if len(x.uses()) > 1:
+        copy = graph.initializers.get(f"{x.name}.merged")
+        if copy is None:
+            copy = ir.Value(name=f"{x.name}.merged", type=x.type, shape=x.shape)
+            graph.register_initializer(_set_tensor(copy, shaped, old.dtype))
+        node.replace_input_with(index, copy)
         return
     _set_tensor(x, shaped, old.dtype)
 
@@ -150,82 +155,82 @@ def _set_tensor(x: ir.Value, array: np.ndarray, dtype: ir.DataType) -> ir.Value:
     return x
 
 
-BRANCH, REQUANTIZE = "branch", "requantise"
+BRANCH, REQUANTIZE = "branch", "requantize"
 
 
 @dataclasses.dataclass(frozen=True)
 class MergeResult:
-    """A model without adapters, and what became of each."""
+    """A merged model, and how each adapter was merged."""
 
     model: ir.Model
     folded: tuple[str, ...]
-    """Modules whose float weights changed."""
-    requantised: tuple[str, ...]
-    """Modules whose quantised weights were rounded again."""
+    """Modules with an adapter folded into float weights."""
+    requantized: tuple[str, ...]
+    """Modules whose merged weights were quantized again."""
     branches: tuple[str, ...]
-    """Modules that keep their weights and have the branch beside them."""
+    """Modules that keep their quantized weights; the adapter is a branch of the graph."""
 
     def __str__(self) -> str:
         counts = [
             (len(self.folded), "folded into float weights"),
-            (len(self.requantised), "rounded again"),
-            (len(self.branches), "kept as a branch beside quantised weights"),
+            (len(self.requantized), "requantized"),
+            (len(self.branches), "kept as branches of quantized layers"),
         ]
         return "adapters: " + ", ".join(f"{n} {what}" for n, what in counts if n)
 
 
-def merge(adapted: Adapted, values: Mapping[str, np.ndarray], quantised: str) -> MergeResult:
-    """Return the model with its adapters folded in, as far as its weights allow."""
-    if quantised not in (BRANCH, REQUANTIZE):
-        raise PrepareError(f"no such way: {quantised!r}\nhint: {BRANCH} or {REQUANTIZE}")
+def merge(adapted: Adapted, values: Mapping[str, np.ndarray], quantized: str) -> MergeResult:
+    """Return the model with its adapters merged."""
+    if quantized not in (BRANCH, REQUANTIZE):
+        raise PrepareError(
+            f"unknown option for quantized: {quantized!r} (expected {BRANCH!r} or {REQUANTIZE!r})"
+        )
     model = adapted.plain.clone()
-    units = {
+    candidates = {
         u.module: u for u in find_target_modules(find_base_layers(model.graph), adapted.family)
     }
-    folded, rounded, kept = [], [], []
+    folded, requantized, branches = [], [], []
+    by_mode = {"fold": folded, REQUANTIZE: requantized, BRANCH: branches}
     for a in adapted.adapters:
-        unit = units[a.module]
-        way = _merge_mode(unit, quantised)
-        {"fold": folded, REQUANTIZE: rounded, BRANCH: kept}[way].append(a)
-    _check_magnitudes(kept)
-    for a in (*folded, *rounded):
-        for change in _weight_updates(units[a.module], a, values):
-            change.apply(model.graph)
-    plans = [AdapterSpec(units[a.module], a.rank, a.alpha, adapted.rslora) for a in kept]
-    if plans:
-        attach_adapters(model, plans, values, 0.0)
+        by_mode[_merge_mode(candidates[a.module], quantized)].append(a)
+    _check_magnitudes(branches)
+    for a in (*folded, *requantized):
+        for update in _weight_updates(candidates[a.module], a, values):
+            update.apply(model.graph)
+    specs = [AdapterSpec(candidates[a.module], a.rank, a.alpha, adapted.rslora) for a in branches]
+    if specs:
+        attach_adapters(model, specs, values, 0.0)
         del model.metadata_props[PARAMETERS]
     remove_dead(model)
     return MergeResult(
-        model, *(tuple(a.module for a in group) for group in (folded, rounded, kept))
+        model, *(tuple(a.module for a in group) for group in (folded, requantized, branches))
     )
 
 
-def _merge_mode(unit: TargetModule, quantised: str) -> str:
-    layers = [s.layer for s in unit.sites]
-    if unit.groups > 1:
+def _merge_mode(target: TargetModule, quantized: str) -> str:
+    layers = [s.layer for s in target.slices]
+    if target.groups > 1:
         return BRANCH
     if not any(is_quantized(layer) for layer in layers):
         return "fold"
-    able = all(can_requantize(layer) for layer in layers)
-    return REQUANTIZE if quantised == REQUANTIZE and able else BRANCH
+    supported = all(can_requantize(layer) for layer in layers)
+    return REQUANTIZE if quantized == REQUANTIZE and supported else BRANCH
 
 
-def _check_magnitudes(kept: Sequence[Adapter]) -> None:
-    if any(a.magnitude is not None for a in kept):
+def _check_magnitudes(branches: Sequence[Adapter]) -> None:
+    if any(a.magnitude is not None for a in branches):
         raise PrepareError(
-            f"magnitudes cannot stay beside quantised weights: {kept[0].module}\n"
-            f"hint: quantised={REQUANTIZE!r}"
+            f"cannot keep DoRA as a branch of a quantized layer: {branches[0].module}\n"
+            f"hint: quantized={REQUANTIZE!r}"
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class _WeightUpdate:
-    """New weights for some columns of a layer."""
+    """The merged weight of a layer, in the layout of :func:`frozen_weight`."""
 
     layer: BaseLayer
     weight: np.ndarray
-    """All of the layer's weights, in the layout of :func:`frozen_weight`."""
 
     def apply(self, graph: ir.Graph) -> None:
         if is_quantized(self.layer):
@@ -235,16 +240,19 @@ class _WeightUpdate:
 
 
 def _weight_updates(
-    unit: TargetModule, a: Adapter, values: Mapping[str, np.ndarray]
+    target: TargetModule, a: Adapter, values: Mapping[str, np.ndarray]
 ) -> Iterator[_WeightUpdate]:
-    """Yield the new weights of each layer that a unit lies in, each made after the one before."""
+    """Yield the merged weight of each layer that computes a module.
+
+    Lazy: two slices may be of the same layer, and the second update starts from the first.
+    """
     delta = _delta_weight(a, values)
-    for site in unit.sites:
-        layer = site.layer
+    for s in target.slices:
+        layer = s.layer
         weight = np.array(frozen_weight(layer))
         if layer.kind != CONV and layer.kind != EMBEDDING:
-            columns = slice(site.start, site.start + site.width)
-            own = slice(site.column, site.column + site.width)
+            columns = slice(s.start, s.start + s.width)
+            own = slice(s.column, s.column + s.width)
             part = weight[:, columns] + delta[:, own]
             if a.magnitude is not None:
                 part = _rescale_to_magnitude(part, values[a.magnitude][own], axis=0)
@@ -253,19 +261,19 @@ def _weight_updates(
             weight = weight + delta
             if a.magnitude is not None:
                 axes = tuple(range(1, weight.ndim))
-                long = values[a.magnitude].reshape(-1, *(1,) * len(axes))
-                weight = _rescale_to_magnitude(weight, long, axis=axes)
+                magnitude = values[a.magnitude].reshape(-1, *(1,) * len(axes))
+                weight = _rescale_to_magnitude(weight, magnitude, axis=axes)
         yield _WeightUpdate(layer, weight)
 
 
 def _delta_weight(a: Adapter, values: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return what the branch adds to the weights."""
-    first, second = values[a.a], values[a.b]
+    """Return ``scaling * A B`` in the layout of the weight."""
+    lora_a, lora_b = values[a.a], values[a.b]
     if a.kind == CONV:
-        rank = first.shape[0]
-        product = second.reshape(-1, rank) @ first.reshape(rank, -1)
-        return np.float32(a.scaling) * product.reshape(-1, *first.shape[1:])
-    return np.float32(a.scaling) * (first @ second)
+        rank = lora_a.shape[0]
+        product = lora_b.reshape(-1, rank) @ lora_a.reshape(rank, -1)
+        return np.float32(a.scaling) * product.reshape(-1, *lora_a.shape[1:])
+    return np.float32(a.scaling) * (lora_a @ lora_b)
 
 
 def _rescale_to_magnitude(
@@ -275,17 +283,17 @@ def _rescale_to_magnitude(
 
 
 def _store_weight(graph: ir.Graph, layer: BaseLayer, weight: np.ndarray) -> None:
-    """Let a layer read other weights; whoever shares the old ones keeps them."""
-    node, place = layer.node, 0 if layer.kind == EMBEDDING else 1
+    """Replace the float weight of a layer; other layers that share it keep the old one."""
+    node, index = layer.node, 0 if layer.kind == EMBEDDING else 1
     if is_op(node, "Gemm"):
         weight = weight / np.float32(node.attributes.get_float("alpha", 1.0))
         weight = weight.T if node.attributes.get_int("transB", 0) else weight
-    old = node.inputs[place]
+    old = node.inputs[index]
     assert old is not None
-    stored, turned = _stored_initializer(old)
+    stored, transposed = _stored_initializer(old)
     dtype = old.dtype or layer.dtype
     if stored is not None and len(stored.uses()) == 1:
-        array = np.ascontiguousarray(weight.T if turned else weight).astype(dtype.numpy())
+        array = np.ascontiguousarray(weight.T if transposed else weight).astype(dtype.numpy())
         stored.const_value = ir.Tensor(array, dtype, name=stored.name)
         return
     array = np.ascontiguousarray(weight).astype(dtype.numpy())
@@ -301,11 +309,11 @@ def _store_weight(graph: ir.Graph, layer: BaseLayer, weight: np.ndarray) -> None
         value.const_value = ir.Tensor(array, dtype, name=name)
     else:
         graph.register_initializer(value)
-    node.replace_input_with(place, value)
+    node.replace_input_with(index, value)
 
 
 def _stored_initializer(value: ir.Value) -> tuple[ir.Value | None, bool]:
-    """Return the initializer that a value is, or that it is the transposed of."""
+    """Return the initializer behind a value, and whether a Transpose is between them."""
     if value.is_initializer():
         return value, False
     node = value.producer()

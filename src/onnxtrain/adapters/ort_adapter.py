@@ -1,6 +1,6 @@
-"""Adapters for stock onnxruntime: a base file with inputs for them, and ``.onnx_adapter`` files.
+"""Adapters for onnxruntime: ``.onnx_adapter`` files, and a base model with inputs for them.
 
-Models written beside the file they came from: its external data are referred to, not copied.
+A model written to the folder of the original refers to the original's external data.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 
 
 def save_with_external_references(model: ir.Model, path: str | os.PathLike[str]) -> None:
-    """Write a model; tensors that lie in files of the same folder stay there.
+    """Write a model; refer to external data in the same folder instead of copying it.
 
-    If some lie elsewhere, all are written anew, so that the model can be moved with its data.
+    Without such data the model is saved as usual, so that it can be moved with its own data.
     """
     folder = Path(os.path.abspath(os.fsdecode(path))).parent
-    places = {n: _external_location(x) for n, x in model.graph.initializers.items()}
-    if not any(p is not None and Path(p.file).parent == folder for p in places.values()):
+    locations = {n: _external_location(x) for n, x in model.graph.initializers.items()}
+    if not any(p is not None and Path(p.file).parent == folder for p in locations.values()):
         save(model, path)
         return
     work = model.clone()
     for name, x in work.graph.initializers.items():
-        place, tensor = places[name], x.const_value
-        if place is None or tensor is None or Path(place.file).parent != folder:
+        location, tensor = locations[name], x.const_value
+        if location is None or tensor is None or Path(location.file).parent != folder:
             continue
         x.const_value = ir.ExternalTensor(
-            Path(place.file).name,
-            place.offset,
+            Path(location.file).name,
+            location.offset,
             tensor.nbytes,
             tensor.dtype,
             shape=ir.Shape(tensor.shape.numpy()),
@@ -61,46 +61,48 @@ def _external_location(x: ir.Value) -> StoredTensor | None:
 def write_ort_adapter(
     path: str | os.PathLike[str], adapted: Adapted, values: Mapping[str, np.ndarray]
 ) -> None:
-    """Write the file that ``onnxruntime.LoraAdapter`` and onnxruntime-genai load."""
+    """Write a file for ``onnxruntime.LoraAdapter`` and onnxruntime-genai."""
     _check(adapted)
-    known = adapted.model.graph.initializers
+    initializers = adapted.model.graph.initializers
     arrays: dict[str, np.ndarray] = {}
     for a in adapted.adapters:
-        # The base knows no scaling, so that it serves adapters of any rank and alpha.
+        # B contains the scaling: one base then serves adapters of any rank and alpha.
         for name, array in ((a.a, values[a.a]), (a.b, values[a.b] * np.float32(a.scaling))):
-            dtype = known[name].dtype
+            dtype = initializers[name].dtype
             assert dtype is not None
             arrays[name] = np.ascontiguousarray(array.astype(dtype.numpy()))
     write_adapter(path, arrays)
 
 
 def write_ort_base(path: str | os.PathLike[str] | None, adapted: Adapted) -> Path:
-    """Write the model with an input for each factor; by default, empty ones or kernels of 0."""
+    """Write the base model with inputs for adapters, and return its path."""
     _check(adapted)
     if path is None:
         if adapted.base is None:
-            raise SaveError("the model came from no file\nhint: give a path")
+            raise SaveError(
+                "the model was not loaded from a file\nhint: export_ort_base('base.onnx')"
+            )
         base = Path(adapted.base)
         path = base.with_name(f"{base.stem}.lora.onnx")
-    target = Path(path)
-    if adapted.base is not None and _same(target, Path(adapted.base)):
+    output = Path(path)
+    if adapted.base is not None and os.path.abspath(output) == os.path.abspath(adapted.base):
         raise SaveError(
-            f"{os.fsdecode(path)!r} is the file of the model itself, which stays as it is"
+            f"{os.fsdecode(path)!r}: this would overwrite the model\nhint: use another file name"
         )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    save_with_external_references(base_with_inputs(adapted), target)
-    return target
+    output.parent.mkdir(parents=True, exist_ok=True)
+    save_with_external_references(base_with_inputs(adapted), output)
+    return output
 
 
 def base_with_inputs(adapted: Adapted) -> ir.Model:
-    """Return the model whose factors are inputs with empty defaults, and whose scaling is 1."""
+    """Return the model with A and B as inputs whose defaults have rank 0, and a scaling of 1."""
     model = adapted.plain.clone()
-    units = {
+    candidates = {
         u.module: u for u in find_target_modules(find_base_layers(model.graph), adapted.family)
     }
-    plans = [AdapterSpec(units[a.module], 0, 0.0, False) for a in adapted.adapters]
-    start = {n: np.zeros(s) for p in plans for n, s in zip(p.names, p.shapes, strict=True)}
-    attach_adapters(model, plans, start, 0.0)
+    specs = [AdapterSpec(candidates[a.module], 0, 0.0, False) for a in adapted.adapters]
+    start = {n: np.zeros(s) for p in specs for n, s in zip(p.names, p.shapes, strict=True)}
+    attach_adapters(model, specs, start, 0.0)
     del model.metadata_props[PARAMETERS]
     for a in adapted.adapters:
         model.graph.inputs.extend(model.graph.initializers[n] for n in (a.a, a.b))
@@ -110,12 +112,8 @@ def base_with_inputs(adapted: Adapted) -> ir.Model:
 def _check(adapted: Adapted) -> None:
     if adapted.dora:
         raise PrepareError(
-            "an .onnx_adapter has no place for the magnitudes of DoRA: "
+            f".onnx_adapter files do not support the magnitudes of DoRA: "
             f"{adapted.adapters[0].module}\n"
-            "hint: export_merged writes one model that has them folded in (quantised layers: "
-            "quantised='requantise'), export_peft a directory for PEFT; or dora=False"
+            "hint: export_merged folds them into the weights (quantized layers: "
+            "quantized='requantize'); export_peft supports them; or use dora=False"
         )
-
-
-def _same(a: Path, b: Path) -> bool:
-    return os.path.abspath(a) == os.path.abspath(b)

@@ -1,8 +1,7 @@
-"""Directories of PEFT: adapter_config.json and adapter_model.safetensors.
+"""Read and write PEFT adapters: adapter_config.json and adapter_model.safetensors.
 
-Whole layers that train beside adapters, in PEFT's way: ``modules_to_save``.
-
-Values of adapters after training: from a trainer, a checkpoint or a mapping.
+In this order: weights of whole modules (``modules_to_save``), writing a directory, reading one
+(``PeftAdapter``), and trained values from a trainer, a checkpoint or a mapping.
 """
 
 from __future__ import annotations
@@ -36,25 +35,25 @@ if TYPE_CHECKING:
     from onnxtrain.adapters.lora import Adapted
 
 SavedModules = dict[str, dict[str, np.ndarray]]
-"""Module -> ``weight`` and ``bias``, in torch's layout."""
+"""Module name -> ``weight`` and ``bias``, in torch's layout."""
 
 
 def saved_modules(adapted: Adapted, values: Mapping[str, np.ndarray]) -> SavedModules:
-    """Return whole modules by torch's names and layouts.
+    """Return trained base weights as ``modules_to_save``, with torch's names and layouts.
 
     Args:
-        adapted: the model that they are of.
-        values: trained weights of its file, by name.
+        adapted: the model with adapters.
+        values: trained initializers of the file, by name.
 
     Raises:
-        PrepareError: a weight is of no module that can be told.
+        PrepareError: if the module of a weight is unknown.
     """
     model = adapted.plain.clone()
-    _set_all(model, values)
-    places = _stored_tensors(model, adapted.family)
+    _set_values(model, values)
+    tensors = _module_tensors(model, adapted.family)
     saved: SavedModules = {}
     for name, array in values.items():
-        module, part, layer = places.get(name) or _by_name(name)
+        module, part, layer = tensors.get(name) or _split_name(name)
         if layer is not None and layer.kind == LINEAR and part == "weight":
             array = frozen_weight(layer).T
         saved.setdefault(module, {})[part] = np.ascontiguousarray(array)
@@ -64,73 +63,75 @@ def saved_modules(adapted: Adapted, values: Mapping[str, np.ndarray]) -> SavedMo
 def load_saved_modules(
     model: ir.Model, saved: SavedModules, family: str | None, label: str
 ) -> None:
-    """Give a model the weights of whole modules, in place.
+    """Set the weights of whole modules, in place.
 
     Raises:
-        CheckpointError: the model has no such module, or of another size.
+        CheckpointError: if the model lacks a module, or its shape differs.
     """
-    places = {(m, p): (n, layer) for n, (m, p, layer) in _stored_tensors(model, family).items()}
-    names = model.graph.initializers
+    names = {(m, p): (n, layer) for n, (m, p, layer) in _module_tensors(model, family).items()}
+    initializers = model.graph.initializers
     for module, parts in saved.items():
         for part, array in parts.items():
-            name, layer = places.get((module, part), (f"{module}.{part}", None))
-            if name not in names:
+            name, layer = names.get((module, part), (f"{module}.{part}", None))
+            if name not in initializers:
                 raise CheckpointError(f"{label}: the model has no {module}.{part} to save")
             if layer is not None and layer.kind == LINEAR and part == "weight":
-                array = _as_stored(layer, names[name], array)
-            tensor = names[name].const_value
-            if tensor is None or tuple(tensor.shape) != array.shape:
+                array = _to_file_layout(layer, initializers[name], array)
+            tensor = initializers[name].const_value
+            shape = None if tensor is None else tuple(tensor.shape)
+            if shape != array.shape:
                 raise CheckpointError(
-                    f"{label}: {module}.{part} has shape {list(array.shape)}, the model another\n"
-                    "hint: onnxtrain.replace_head makes a last layer for other classes"
+                    f"{label}: {module}.{part} has shape {list(array.shape)}, "
+                    f"expected {None if shape is None else list(shape)}\n"
+                    "hint: resize the last layer first: onnxtrain.replace_head(model, output, "
+                    "classes)"
                 )
-            _set_all(model, {name: array})
+            _set_values(model, {name: array})
 
 
-def _as_stored(layer: BaseLayer, weight: ir.Value, array: np.ndarray) -> np.ndarray:
-    """Return [outputs, inputs] as the file holds it."""
-    tensor, as_rows = weight.const_value, frozen_weight(layer)
-    stored = None if tensor is None else tensor.numpy()
-    if stored is not None and np.array_equal(stored, as_rows):
+def _to_file_layout(layer: BaseLayer, weight: ir.Value, array: np.ndarray) -> np.ndarray:
+    """Return torch's ``[outputs, inputs]`` in the layout of the file, which may be transposed."""
+    tensor, inputs_first = weight.const_value, frozen_weight(layer)
+    if tensor is not None and np.array_equal(tensor.numpy(), inputs_first):
         return array.T
     return array
 
 
-def _stored_tensors(
+def _module_tensors(
     model: ir.Model, family: str | None
 ) -> dict[str, tuple[str, str, BaseLayer | None]]:
-    """Return the module and the part of it that each stored tensor of a layer is."""
-    places: dict[str, tuple[str, str, BaseLayer | None]] = {}
+    """Return initializer name -> (module, ``weight`` or ``bias``, layer) for unpacked layers."""
+    tensors: dict[str, tuple[str, str, BaseLayer | None]] = {}
     for layer in find_base_layers(model.graph):
-        if len(layer.parts) > 1 or len(layer.weights) != 1:
+        if len(layer.modules) > 1 or len(layer.weights) != 1:
             continue
         module = transformers_name(layer.module, family)
-        places[layer.weights[0].name or ""] = module, "weight", layer
+        tensors[layer.weights[0].name or ""] = module, "weight", layer
         for bias in _biases(layer):
-            places[bias] = module, "bias", layer
-    return places
+            tensors[bias] = module, "bias", layer
+    return tensors
 
 
 def _biases(layer: BaseLayer) -> Iterable[str]:
     node = layer.node
     values = list(node.inputs[2:3]) if is_op(node, "Gemm", "Conv") else []
     if is_op(node, "MatMul"):
-        behind = [u.node for u in node.outputs[0].uses() if is_op(u.node, "Add")]
-        values = [x for n in behind for x in n.inputs]
+        adds = [u.node for u in node.outputs[0].uses() if is_op(u.node, "Add")]
+        values = [x for n in adds for x in n.inputs]
     return [x.name or "" for x in values if x is not None and x.is_initializer()]
 
 
-def _by_name(name: str) -> tuple[str, str, BaseLayer | None]:
+def _split_name(name: str) -> tuple[str, str, BaseLayer | None]:
     module, _, part = name.rpartition(".")
     if not module or part not in ("weight", "bias"):
         raise PrepareError(
-            f"{name!r} trained beside the adapters, and PEFT has no place for it\n"
-            "hint: train weights and biases of layers with names, or use export_merged"
+            f"cannot export {name!r} to PEFT: it is not the weight or bias of a module\n"
+            "hint: use export_merged, or remove it from `train`"
         )
     return module, part, None
 
 
-def _set_all(model: ir.Model, values: Mapping[str, np.ndarray]) -> None:
+def _set_values(model: ir.Model, values: Mapping[str, np.ndarray]) -> None:
     for name, array in values.items():
         x = model.graph.initializers[name]
         dtype = x.dtype or ir.DataType.FLOAT
@@ -159,13 +160,13 @@ def write_peft(
     base_model: str = "",
     task_type: str | None = None,
 ) -> None:
-    """Write adapters and whole modules as PEFT does, so that it loads them onto the original."""
-    if adapted.foreign:
+    """Write adapters and whole modules as a directory that ``PeftModel.from_pretrained`` loads."""
+    if adapted.not_in_peft:
         raise PrepareError(
-            f"torch packs {adapted.foreign[0]!r} with other modules of {adapted.family}, head by "
-            "head: PEFT has no adapter for it alone\n"
-            "hint: export_merged and export_ort_adapter write it; or leave q_proj, k_proj and "
-            "v_proj out of `targets`"
+            f"cannot export to PEFT: torch packs {adapted.not_in_peft[0]!r} with other modules of "
+            f"{adapted.family}, interleaved by head\n"
+            "hint: export_merged and export_ort_adapter support it; or remove q_proj, k_proj and "
+            "v_proj from `targets`"
         )
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -185,19 +186,19 @@ def write_peft(
 
 
 def _peft_tensors(a: Adapter, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the tensors of an adapter by PEFT's names, in its layout: [outputs, inputs]."""
-    stem, place = _PREFIX + a.module, int(a.kind == EMBEDDING)
-    first, second = values[a.a], values[a.b]
+    """Return the tensors of an adapter with PEFT's names and layout, ``[outputs, inputs]``."""
+    stem, embedding = _PREFIX + a.module, int(a.kind == EMBEDDING)
+    lora_a, lora_b = values[a.a], values[a.b]
     if a.kind != CONV:
-        first, second = first.T, second.T
+        lora_a, lora_b = lora_a.T, lora_b.T
     tensors = {
-        stem + _SUFFIXES["lora_A"][place]: first,
-        stem + _SUFFIXES["lora_B"][place]: second,
+        stem + _SUFFIXES["lora_A"][embedding]: lora_a,
+        stem + _SUFFIXES["lora_B"][embedding]: lora_b,
     }
     if a.magnitude is not None:
         magnitude = values[a.magnitude]
         if a.kind == CONV:
-            magnitude = magnitude.reshape(1, -1, *(1,) * (first.ndim - 2))
+            magnitude = magnitude.reshape(1, -1, *(1,) * (lora_a.ndim - 2))
         tensors[stem + _SUFFIXES["magnitude"][0]] = magnitude
     return tensors
 
@@ -232,11 +233,11 @@ def peft_config(
 
 
 def target_modules(adapters: Sequence[Adapter], modules: Sequence[str]) -> list[str]:
-    """Return what PEFT is told to adapt: last names of modules if they say it all, else paths."""
-    chosen = {a.module for a in adapters}
-    last = {m.split(".")[-1] for m in chosen}
-    meant = {m for m in modules if m.split(".")[-1] in last}
-    return sorted(last if meant == chosen else chosen)
+    """Return PEFT's ``target_modules``: last names if they select the same modules, else paths."""
+    adapted = {a.module for a in adapters}
+    last_names = {m.split(".")[-1] for m in adapted}
+    selected = {m for m in modules if m.split(".")[-1] in last_names}
+    return sorted(last_names if selected == adapted else adapted)
 
 
 def _number(x: float) -> int | float:
@@ -244,10 +245,10 @@ def _number(x: float) -> int | float:
 
 
 class PeftAdapter:
-    """An adapter directory of PEFT, read and checked.
+    """A PEFT adapter directory.
 
     Raises:
-        CheckpointError: if it is no LoRA adapter, or has parts that have no place in a graph.
+        CheckpointError: if it is damaged, not LoRA, or uses unsupported options.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -256,60 +257,66 @@ class PeftAdapter:
         self.config = _read_config(folder / CONFIG, self.label)
         if not (folder / TENSORS).is_file():
             raise CheckpointError(
-                f"{self.label}: there is no {TENSORS}\n"
-                "hint: save it with safe_serialization=True; pickles are not read"
+                f"{self.label}: {TENSORS} is missing\n"
+                "hint: save_pretrained(..., safe_serialization=True); pickles are not supported"
             )
         self.tensors: dict[str, dict[str, np.ndarray]] = collections.defaultdict(dict)
         self.saved: SavedModules = collections.defaultdict(dict)
-        """Whole modules that trained beside the adapters."""
+        """``modules_to_save``: whole modules that were trained with the adapters."""
         for key, array in load_checkpoint(folder / TENSORS)[0].items():
-            module, part = self._place(key)
+            module, part = self._split_key(key)
             group = self.saved if part in _MODULE_PARAMETERS else self.tensors
             group[module][part] = np.asarray(array, np.float32)
-        lacking = [m for m, parts in self.tensors.items() if not {"lora_A", "lora_B"} <= set(parts)]
-        if lacking or not self.tensors:
-            raise CheckpointError(f"{self.label}: an adapter without both factors: {lacking[:3]}")
+        incomplete = [
+            m for m, parts in self.tensors.items() if not {"lora_A", "lora_B"} <= set(parts)
+        ]
+        if incomplete:
+            listing = ", ".join(incomplete[:3])
+            raise CheckpointError(f"{self.label}: lora_A or lora_B is missing for {listing}")
+        if not self.tensors:
+            raise CheckpointError(f"{self.label}: {TENSORS} has no adapters")
 
-    def _place(self, key: str) -> tuple[str, str]:
-        """Return the module and the part that a tensor is of."""
+    def _split_key(self, key: str) -> tuple[str, str]:
+        """Return the module of a tensor, and ``lora_A``, ``magnitude``, ``weight`` or similar."""
         for part, suffixes in _SUFFIXES.items():
             for suffix in suffixes:
                 if key.endswith(suffix):
                     return key.removesuffix(suffix).removeprefix(_PREFIX), part
         path = key.removeprefix(_PREFIX).replace(".modules_to_save.default", "")
         module, _, part = path.rpartition(".")
-        whole = self.config.get("modules_to_save") or ()
+        saved = self.config.get("modules_to_save") or ()
         if part in _MODULE_PARAMETERS and any(
-            module == m or module.endswith("." + m) for m in whole
+            module == m or module.endswith("." + m) for m in saved
         ):
             return module, part
         raise CheckpointError(
-            f"{self.label}: a tensor that is no LoRA factor: {key!r}\n"
-            "hint: adapters with biases of their own cannot be loaded"
+            f"{self.label}: unexpected tensor {key!r}\n"
+            "hint: only lora_A, lora_B, magnitudes and modules_to_save are supported; train with "
+            'bias="none"'
         )
 
     @property
     def rslora(self) -> bool:
-        """Whether the scaling is alpha / sqrt(rank)."""
+        """Whether the scaling is ``alpha / sqrt(rank)``."""
         return bool(self.config.get("use_rslora", False))
 
     @property
     def dora(self) -> bool:
-        """Whether there are magnitudes."""
+        """Whether the adapter is DoRA."""
         return bool(self.config.get("use_dora", False))
 
     @property
     def rank(self) -> int:
-        """The rank that most adapters have."""
+        """The default rank; ``rank_pattern`` may override it."""
         return int(self.config.get("r", 8))
 
     @property
     def dropout(self) -> float:
-        """The share of activations dropped in training."""
+        """The dropout probability of the branches' inputs."""
         return float(self.config.get("lora_dropout") or 0.0)
 
     def alpha(self, module: str | None = None) -> float:
-        """Return what scales a module, or all without an entry of their own."""
+        """Return alpha of a module, or the default."""
         alpha = self.config.get("lora_alpha", 8)
         for pattern, own in (self.config.get("alpha_pattern") or {}).items():
             if module is not None and (module == pattern or module.endswith("." + pattern)):
@@ -323,23 +330,21 @@ def _read_config(path: Path, label: str) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(
             f"{label}: {CONFIG} cannot be read: {error.strerror}\n"
-            "hint: give the directory that PEFT's save_pretrained wrote"
+            "hint: pass the directory that PEFT's save_pretrained wrote"
         ) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{label}: {CONFIG} is damaged: {error}") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
-        raise CheckpointError(
-            f"{label}: no LoRA adapter, but {kind}\nhint: only LoRA can be loaded"
-        )
+        raise CheckpointError(f"{label}: unsupported peft_type {kind} (expected LORA)")
     for name in _UNSUPPORTED_FIELDS:
         if config.get(name) not in (None, "none", [], {}):
-            raise CheckpointError(f"{label}: {name}={config[name]!r} has no place in a graph")
+            raise CheckpointError(f"{label}: {name}={config[name]!r} is not supported")
     return config
 
 
 class HasParameters(Protocol):
-    """A trainer, or whatever else has parameters by name."""
+    """An object with named parameters, such as a trainer."""
 
     @property
     def parameters(self) -> Mapping[str, np.ndarray]:
@@ -348,28 +353,28 @@ class HasParameters(Protocol):
 
 
 Weights = HasParameters | Mapping[str, Any] | str | os.PathLike[str] | None
-"""A trainer, arrays by name, the path of a checkpoint, or ``None``: as they are in the model."""
+"""A trainer, arrays by name, the path of a checkpoint, or ``None`` for the model's own values."""
 
 
 def trained_values(adapted: Adapted, weights: Weights) -> dict[str, np.ndarray]:
-    """Return the tensors of the adapters by name, in float32; what is not given is as it was.
+    """Return the tensors of the adapters by name, in float32; those not in `weights` as they were.
 
     Raises:
-        CheckpointError: if nothing fits, or a shape does not.
+        CheckpointError: if `weights` has no tensor of the adapters, or one of another shape.
     """
     values = {n: np.asarray(a, np.float32) for n, a in adapted.parameters.items()}
     if weights is None:
         return values
-    given = _arrays_of(weights)
-    known = [n for n in given if n in values]
-    if not known:
-        few = ", ".join(list(given)[:3]) or "nothing"
+    arrays = _arrays_of(weights)
+    common = [n for n in arrays if n in values]
+    if not common:
+        found = ", ".join(list(arrays)[:3]) or "nothing"
         raise CheckpointError(
-            f"these weights are not of this model's adapters: they hold {few}\n"
-            f"hint: the adapters are called {', '.join(list(values)[:2])} and so on"
+            f"the weights have no tensor of this model's adapters, but {found}\n"
+            f"hint: names of the adapters are {', '.join(list(values)[:2])} ..."
         )
-    for name in known:
-        array = np.asarray(given[name], np.float32)
+    for name in common:
+        array = np.asarray(arrays[name], np.float32)
         if array.shape != values[name].shape:
             raise CheckpointError(
                 f"{name!r} has shape {list(array.shape)}, expected {list(values[name].shape)}"
@@ -379,11 +384,11 @@ def trained_values(adapted: Adapted, weights: Weights) -> dict[str, np.ndarray]:
 
 
 def non_adapter_values(adapted: Adapted, weights: Weights) -> dict[str, np.ndarray]:
-    """Return weights of the file that trained beside the adapters, by name."""
+    """Return the trained initializers of the file itself, by name."""
     if weights is None:
         return {}
-    own = adapted.plain.graph.initializers
-    return {n: np.asarray(a, np.float32) for n, a in _arrays_of(weights).items() if n in own}
+    base = adapted.plain.graph.initializers
+    return {n: np.asarray(a, np.float32) for n, a in _arrays_of(weights).items() if n in base}
 
 
 def _arrays_of(

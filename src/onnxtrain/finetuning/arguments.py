@@ -70,8 +70,8 @@ class FineTuneOptions:
         (), Flag(list[str], "A text to go on from, before and after; repeatable.", name="prompt")
     )
     sample_tokens: int = option(40, Flag(int, "Length of these samples; 0 for none."))
-    requantise: bool = option(
-        False, Flag(bool, "Round adapters into quantised weights of the merged model.")
+    requantize: bool = option(
+        False, Flag(bool, "Round adapters into quantized weights of the merged model.")
     )
     checkpoint_every: int = option(100, Flag(int, "Steps between checkpoints."))
     resume: bool = option(False, Flag(bool, "Go on from the last checkpoint in the folder."))

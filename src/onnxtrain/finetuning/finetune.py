@@ -31,7 +31,7 @@ from onnxtrain.finetuning.tasks import (
     Task,
     VisionTask,
 )
-from onnxtrain.graph.io import load, save
+from onnxtrain.graph.io import CheckedModel, load, save
 from onnxtrain.graph.io.writer import bytes_writer, write_files
 from onnxtrain.importer import expose_weights
 from onnxtrain.options import from_arguments, recorded_options
@@ -64,7 +64,7 @@ def write_outputs(
     folder: ModelFolder,
     output: Path,
     *,
-    requantise: bool = False,
+    requantize: bool = False,
 ) -> dict[str, str]:
     """Write everything; return in words what lies where.
 
@@ -74,7 +74,7 @@ def write_outputs(
     written: dict[str, str] = {}
     merged = output / "merged" / folder.path.name
     merged.parent.mkdir(parents=True, exist_ok=True)
-    if adapted is not None and not adapted.foreign:
+    if adapted is not None and not adapted.not_in_peft:
         adapted.export_peft(output / "peft", trainer, task_type=_PEFT_TASK_TYPES.get(folder.kind))
         written["peft/"] = "the adapters, for PEFT on the torch original"
     if adapted is not None and folder.kind == "causal_lm":
@@ -86,8 +86,8 @@ def write_outputs(
             copy_companion_files(folder, base.parent)
             written["adapter.onnx_adapter"] = "the same for onnxruntime and onnxruntime-genai"
             written["base/"] = "the model with inputs for it"
-        how = "requantise" if requantise else "branch"
-        report = adapted.export_merged(merged, trainer, quantised=how)
+        how = "requantize" if requantize else "branch"
+        report = adapted.export_merged(merged, trainer, quantized=how)
         written["merged/"] = f"a model to serve: {report}"
     elif folder.kind == "causal_lm":
         save(with_trained_weights(folder, trainer), merged)
@@ -101,7 +101,7 @@ def write_outputs(
 
 def with_trained_weights(folder: ModelFolder, trainer: Trainer) -> ir.Model:
     """Return the model of the folder, cache and all, with the trained weights in their places."""
-    model, _ = expose_weights(load(folder.path))
+    model, _ = expose_weights(load(folder.model))
     for name, array in trainer.parameters.items():
         place = model.graph.initializers[name]
         assert place.const_value is not None
@@ -280,7 +280,7 @@ def finetune(
     recompute: str | Sequence[str] = (),
     prompts: Sequence[str] = (),
     sample_tokens: int = 40,
-    requantise: bool = False,
+    requantize: bool = False,
     checkpoint_every: int = 100,
     resume: bool = False,
     seed: int = 0,
@@ -288,7 +288,7 @@ def finetune(
     threads: int | None = None,
     progress: bool | str = True,
 ) -> FineTuneResult:
-    """Fine-tune an ONNX file on texts or pictures, and write adapters and a model to serve.
+    """Fine-tune an ONNX file on texts or images, and write adapters and a model to serve.
 
     Nothing of the model's own folder is changed.
 
@@ -296,7 +296,7 @@ def finetune(
         model: an ``.onnx`` file, or its folder (as onnxruntime-genai and optimum write them).
         data: a file (``.jsonl``, ``.json``, ``.csv``, plain text), a list of records or texts, or
             token ids (``{"input_ids": ..., "labels": ...}``). Of a vision model: a folder with a
-            folder of pictures for each class, a table with columns ``image`` and ``label``, or
+            folder of images for each class, a table with columns ``image`` and ``label``, or
             arrays by the input's name and ``labels``.
         output: the folder to write: ``peft/``, ``adapter.onnx_adapter``, ``merged/``, ``run/``.
         kind: ``"causal_lm"``, ``"classification"``, ``"embeddings"`` or ``"vision"``; told by the
@@ -324,7 +324,7 @@ def finetune(
         recompute: what to compute again instead of keeping it: see :func:`onnxtrain.build`.
         prompts: texts that the model goes on from before and after; by default, starts of examples.
         sample_tokens: how long these samples are; 0 for none.
-        requantise: round adapters into quantised weights of the merged model; else they stay
+        requantize: round adapters into quantized weights of the merged model; else they stay
             branches beside them.
         checkpoint_every: steps between checkpoints, besides the one after each epoch.
         resume: go on from the last checkpoint in ``output``; the options must be the same, but
@@ -366,8 +366,9 @@ class FineTuneRun:
         if o.lora_rank:
             adapted = lora(source, o.lora_rank, o.lora_alpha or 1.0, o.targets, seed=o.seed)
             train = [*adapted.names, *task.trained] if task.trained else None
+            source = CheckedModel(adapted.model)
         artifacts = build(
-            task.for_training(source if adapted is None else adapted),
+            task.for_training(source),
             loss=task.loss,
             optimizer=o.optimizer,
             train=train,
@@ -387,7 +388,7 @@ class FineTuneRun:
             f"adapters of rank {o.lora_rank}" if adapted is not None else "the model's own weights"
         )
         lines = [
-            f"model: {folder.path} ({folder.kind}, told by {folder.why})",
+            f"model: {folder.path} ({folder.kind}, told by {folder.reason})",
             f"data: {self.task.summary()}",
             f"trains: {trained:,} numbers in {len(artifacts.manifest.parameters)} tensors, {how}",
             f"run: {o.epochs} epochs, batches of {o.batch_size}"
@@ -396,8 +397,8 @@ class FineTuneRun:
             *self._memory(artifacts),
         ]
         notes = [*self.task.notes, *(() if adapted is None else adapted.notes)]
-        if adapted is not None and adapted.foreign:
-            notes.append(f"no peft/: torch has {adapted.foreign[0]} only as a part of others")
+        if adapted is not None and adapted.not_in_peft:
+            notes.append(f"no peft/: torch has {adapted.not_in_peft[0]} only as a part of others")
         return [*lines, *(f"note: {n}" for n in dict.fromkeys(notes))]
 
     def _memory(self, artifacts: Artifacts) -> list[str]:
@@ -425,7 +426,7 @@ class FineTuneRun:
             say(f"before: {_format_metrics(before)}")
         history = self._fit(trainer, output, held)
         after = self._numbers(trainer, held)
-        files = write_outputs(trainer, adapted, self.folder, output, requantise=bool(o.requantise))
+        files = write_outputs(trainer, adapted, self.folder, output, requantize=bool(o.requantize))
         if isinstance(task, ClassificationTask | VisionTask):
             write_json(output / "labels.json", dict(enumerate(task.classes)))
             files["labels.json"] = "the classes by number"
@@ -473,10 +474,10 @@ class FineTuneRun:
         if not isinstance(task, CausalTask) or not self.options.sample_tokens:
             return [], []
         try:
-            decoder = make_decoder(self.folder.path, threads=self.options.threads)
+            decoder = make_decoder(self.folder, threads=self.options.threads)
         except OnnxTrainError as error:
             reason = str(error).splitlines()[0]
-            task.notes.append(f"no samples, the file itself does not run here: {reason}")
+            task.notes.append(f"no samples: the model does not run here: {reason}")
             say(f"note: {task.notes[-1]}")
             return [], []
         prompts = task.prompts()
@@ -485,7 +486,7 @@ class FineTuneRun:
     def _texts(self, decoder: Decoder, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return the tokens that a model writes after each prompt, the likeliest ones."""
         most = self.options.sample_tokens
-        room = self.folder.positions
+        room = self.folder.max_positions
         assert isinstance(self.task, CausalTask)
         ends = self.task.ends()
         return [

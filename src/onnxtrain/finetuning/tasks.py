@@ -1,10 +1,10 @@
-"""What is learned: data of a form, the model made ready for it, and the loss.
+"""What is learned: data of a format, the model made ready for it, and the loss.
 
 The last layer of a classifier: made for other classes, and trained beside adapters.
 
 Encoders: classes of texts, and vectors of texts that belong together.
 
-Pictures: a model learns their classes.
+Images: a model learns their classes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import onnx_ir as ir
 from onnxtrain.errors import PrepareError, ShapeError
 from onnxtrain.finetuning.arguments import FineTuneOptions
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph.io import load
+from onnxtrain.graph.io import CheckedModel, load
 from onnxtrain.heads import replace_head
 from onnxtrain.losses import LossLike, MultipleNegatives
 from onnxtrain.manifest import TensorSpec
@@ -79,7 +79,7 @@ class Task:
         Raises:
             PrepareError: it was asked for, and the model cannot have it.
         """
-        asked, most = self.options.max_length, self.folder.positions
+        asked, most = self.options.max_length, self.folder.max_positions
         if asked is not None and most is not None and asked > most:
             raise PrepareError(
                 f"max_length={asked} is beyond the {most} positions of the model\n"
@@ -91,7 +91,7 @@ class Task:
     def pad(self) -> int:
         """The token that rows are filled up with."""
         known = None if self.tokenizer is None else self.tokenizer.id_of("pad_token")
-        return next((p for p in (known, self.folder.pad) if p is not None), 0)
+        return next((p for p in (known, self.folder.pad_token_id) if p is not None), 0)
 
     def read(self, data: Any) -> Records:
         """Return the records of data, and take the tokenizer."""
@@ -102,13 +102,13 @@ class Task:
             self.notes.append(records.note())
         return records
 
-    def model(self) -> Any:
-        """Return the model that adapters are put into: a path, or one made of it."""
-        return self.folder.path
+    def model(self) -> CheckedModel:
+        """Return the model to train, before adapters are added."""
+        return self.folder.model
 
-    def for_training(self, model: Any) -> ir.Model:
-        """Return what is built."""
-        return load(model)
+    def for_training(self, model: CheckedModel) -> CheckedModel:
+        """Return the model that :func:`onnxtrain.build` gets, after adapters are added."""
+        return model
 
     def batches(self, names: Sequence[str], *, validation: bool = False) -> TokenBatches | None:
         """Return the batches of training, or those of the validation, if there is one."""
@@ -159,30 +159,30 @@ class CausalTask(Task):
                     f"{len(long)} rows are longer than {self.length} tokens, row {long[0]} first\n"
                     "hint: cut the rows, or raise max_length"
                 )
-            check_vocabulary(examples, self.folder.vocabulary)
+            check_vocabulary(examples, self.folder.vocab_size)
             return examples
         records = self.read(data)
-        if records.form not in ("messages", "completion", "text"):
+        if records.format not in ("messages", "completion", "text"):
             raise PrepareError(
-                f"a language model does not learn from records of the form {records.form!r}\n"
+                f"a language model does not learn from records of the format {records.format!r}\n"
                 "hint: messages, prompt and completion, or text"
             )
         assert self.tokenizer is not None
-        if records.form == "messages" and not self.tokenizer.has_template:
+        if records.format == "messages" and not self.tokenizer.has_template:
             self.notes.append("the model brings no chat template: a line per message, 'User: ...'")
         made = make_examples(
             records, self.tokenizer, max_length=self.length, prompt=self.options.learn_prompts
         )
         if made.note():
             self.notes.append(f"{records.name}: {made.note()}")
-        check_vocabulary(made, self.folder.vocabulary, self.tokenizer)
+        check_vocabulary(made, self.folder.vocab_size, self.tokenizer)
         if keep:
             self.records = records
         return made
 
-    def for_training(self, model: Any) -> ir.Model:
-        """Return the model without its cache."""
-        return without_cache(model)
+    def for_training(self, model: CheckedModel) -> CheckedModel:
+        """Return the model without its KV cache."""
+        return CheckedModel(without_cache(model))
 
     def batches(self, names: Sequence[str], *, validation: bool = False) -> TokenBatches | None:
         """Return the batches."""
@@ -225,7 +225,7 @@ class CausalTask(Task):
 
     def ends(self) -> set[int]:
         """Return the tokens that end a text: the model's own, and that of an answer's end."""
-        ends = set(self.folder.eos)
+        ends = set(self.folder.eos_token_ids)
         if self.tokenizer is None:
             return ends
         own = self.tokenizer.id_of("eos_token")
@@ -278,22 +278,24 @@ def is_token_arrays(data: Any) -> bool:
 
 
 def with_classification_head(
-    model: ir.Model, output: str, classes: int, *, seed: int
+    source: CheckedModel, output: str, classes: int, *, seed: int
 ) -> tuple[ir.Model, str]:
-    """Return the model with one output, a score per class, and a note if its last layer is new.
+    """Return a copy with one output, a logit per class, and a note if the head was replaced.
 
     Args:
-        model: has the output; it may be changed.
-        output: its name.
-        classes: how many there are.
-        seed: of the weights of a new layer.
+        source: the model.
+        output: the name of its logits.
+        classes: the number of classes.
+        seed: random seed for the weights of a new head.
     """
-    scores = next(y for y in model.graph.outputs if y.name == output)
-    dims, note = S.dims_of(scores) or (), ""
-    if dims[-1:] != (classes,):
+    logits = next(y for y in source.model.graph.outputs if y.name == output)
+    dims, note = S.dims_of(logits) or (), ""
+    if dims[-1:] == (classes,):
+        model = load(source)
+    else:
         known = dims[-1] if dims else "an unknown number"
-        note = f"the last layer is new: {classes} classes, not {known}"
-        model = load(replace_head(model, output, classes, seed=seed))
+        note = f"replaced the classification head: {classes} classes instead of {known}"
+        model = load(replace_head(source, output, classes, seed=seed))
     model.graph.outputs[:] = [y for y in model.graph.outputs if y.name == output]
     return model, note
 
@@ -326,7 +328,7 @@ _MAX_CHARACTERS = 60
 class _EncoderTask(Task):
     """Texts in groups."""
 
-    forms: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
 
     def __init__(self, folder: ModelFolder, options: FineTuneOptions, data: Any) -> None:
         super().__init__(folder, options)
@@ -336,10 +338,10 @@ class _EncoderTask(Task):
 
     def _read(self, data: Any) -> Records:
         records = self.read(data)
-        if records.form not in self.forms:
+        if records.format not in self.formats:
             raise PrepareError(
-                f"{records.name} has records of the form {records.form!r}, not "
-                f"{' or '.join(self.forms)}\nhint: {self._hint()}"
+                f"{records.name} has records of the format {records.format!r}, not "
+                f"{' or '.join(self.formats)}\nhint: {self._hint()}"
             )
         return records
 
@@ -369,7 +371,7 @@ class _EncoderTask(Task):
         if cut:
             self.notes.append(f"{records.name}: {cut} cut at {self.length} tokens")
         flat = Examples(tuple(e for group in groups for e in group))
-        check_vocabulary(flat, self.folder.vocabulary, self.tokenizer)
+        check_vocabulary(flat, self.folder.vocab_size, self.tokenizer)
         return groups
 
     def _example(self, text: str, record: Record) -> Example:
@@ -420,7 +422,7 @@ class _EncoderTask(Task):
     def summary(self) -> str:
         """Return how many records there are."""
         held = f"; {len(self.held)} for validation" if self.held else "; no validation"
-        return f"{len(self.train)} records of the form {self.records.form!r}{held}"
+        return f"{len(self.train)} records of the format {self.records.format!r}{held}"
 
 
 def _index_example(i: int) -> Example:
@@ -430,7 +432,7 @@ def _index_example(i: int) -> Example:
 class ClassificationTask(_EncoderTask):
     """An encoder learns classes of texts."""
 
-    forms = ("label",)
+    formats = ("label",)
     loss = "cross_entropy"
     metrics = ("accuracy",)
 
@@ -451,20 +453,19 @@ class ClassificationTask(_EncoderTask):
             )
         return np.array([numbers[str(r.fields["label"])] for r in self.records.records], np.int64)
 
-    def model(self) -> ir.Model:
-        """Return the model with a score per class."""
-        count, source = len(self.classes), load(self.folder.path)
-        logits = next((y for y in source.graph.outputs if y.name == LOGITS), None)
+    def model(self) -> CheckedModel:
+        """Return the model with one logit per class."""
+        count, source = len(self.classes), self.folder.model
+        logits = next((y for y in source.model.graph.outputs if y.name == LOGITS), None)
         dims = () if logits is None else S.dims_of(logits) or ()
         if len(dims) != 2:
-            self.notes.append(f"a new last layer for {count} classes is trained, too")
-            work = add_classifier(source, count, seed=self.options.seed)
+            self.notes.append(f"added a classification head for {count} classes; it is trained")
             self.trained = ("classifier.weight", "classifier.bias")
-            return work
-        source, note = with_classification_head(source, LOGITS, count, seed=self.options.seed)
+            return CheckedModel(add_classifier(source, count, seed=self.options.seed))
+        model, note = with_classification_head(source, LOGITS, count, seed=self.options.seed)
         self.notes += [note] if note else []
-        self.trained = head_weights(source)
-        return source
+        self.trained = head_weights(model)
+        return CheckedModel(model)
 
     def summary(self) -> str:
         """Return how many records and classes there are."""
@@ -474,11 +475,11 @@ class ClassificationTask(_EncoderTask):
 class EmbeddingTask(_EncoderTask):
     """An encoder learns vectors of texts: near where they belong together."""
 
-    forms = ("pair", "triplet")
+    formats = ("pair", "triplet")
 
     def __init__(self, folder: ModelFolder, options: FineTuneOptions, data: Any) -> None:
         super().__init__(folder, options, data)
-        self.loss = MultipleNegatives(parts=2 if self.records.form == "pair" else 3)
+        self.loss = MultipleNegatives(parts=2 if self.records.format == "pair" else 3)
         if options.batch_size < 2:
             raise PrepareError("batch_size must be at least 2: other pairs are what to tell from")
 
@@ -488,31 +489,31 @@ class EmbeddingTask(_EncoderTask):
     def _texts(self, record: Record) -> list[str]:
         return [str(v) for v in record.fields.values()]
 
-    def model(self) -> ir.Model:
-        """Return the encoder with a vector per text."""
-        return add_pooling(self.folder.path)
+    def model(self) -> CheckedModel:
+        """Return the encoder with one embedding per text."""
+        return CheckedModel(add_pooling(self.folder.model))
 
 
 LABELS = "labels"
-_DEFAULT_IMAGE_SIZE = 224  # of pictures, where nothing tells it
+_DEFAULT_IMAGE_SIZE = 224  # of images, where nothing tells it
 
 
 class ImageBatches(TokenBatches):
-    """Batches of pictures with a label each.
+    """Batches of images with a label each.
 
     Args:
-        pictures: all of them.
+        images: all of them.
         labels: one for each.
         names: the input of the model, and the target.
-        batch_size: pictures of a batch.
+        batch_size: images of a batch.
         seed: of the order; ``None`` keeps it.
     """
 
-    unit = "pictures"
+    unit = "images"
 
     def __init__(
         self,
-        pictures: np.ndarray,
+        images: np.ndarray,
         labels: np.ndarray,
         names: Sequence[str],
         *,
@@ -520,7 +521,7 @@ class ImageBatches(TokenBatches):
         seed: int | None = 0,
     ) -> None:
         super().__init__([], names, batch_size=batch_size, seed=seed)
-        self.pictures, self.labels = pictures, labels
+        self.images, self.labels = images, labels
 
     def __call__(self, epoch: int) -> EpochBatches:
         """Return the batches of an epoch."""
@@ -530,34 +531,34 @@ class ImageBatches(TokenBatches):
         )
 
     def batch(self, picked: Sequence[int]) -> Batch:
-        """Return some pictures as a batch."""
+        """Return some images as a batch."""
         rows = np.asarray(picked)
         self.tokens += len(rows)
         image = next(n for n in self.names if n != LABELS)
-        arrays = {image: self.pictures[rows], LABELS: self.labels[rows]}
+        arrays = {image: self.images[rows], LABELS: self.labels[rows]}
         return Batch((), arrays, rows, len(rows))
 
 
 class VisionTask(Task):
-    """A model learns classes of pictures: from folders, a table of paths, or arrays."""
+    """A model learns classes of images: from folders, a table of paths, or arrays."""
 
     loss = "cross_entropy"
     metrics = ("accuracy",)
 
     def __init__(self, folder: ModelFolder, options: FineTuneOptions, data: Any) -> None:
         super().__init__(folder, options)
-        self._source = load(folder.path)
+        self._graph = folder.model.model.graph
         self.image = self._input()
         self.classes: list[str] = []
-        self.pictures, self.labels = self._read(data)
+        self.images, self.labels = self._read(data)
         self.train, self.held = self._split(options)
 
     def _input(self) -> TensorSpec:
-        """Return the input for pictures; open sizes are those of the configuration."""
-        inputs = [x for x in self._source.graph.inputs if len(S.dims_of(x) or ()) == 4]
-        if len(self._source.graph.inputs) != 1 or not inputs:
-            listing = ", ".join(S.describe_value(x) for x in self._source.graph.inputs)
-            raise PrepareError(f"a vision model takes pictures only, this one {listing}")
+        """Return the input for images; open sizes are those of the configuration."""
+        inputs = [x for x in self._graph.inputs if len(S.dims_of(x) or ()) == 4]
+        if len(self._graph.inputs) != 1 or not inputs:
+            listing = ", ".join(S.describe_value(x) for x in self._graph.inputs)
+            raise PrepareError(f"a vision model takes images only, this one {listing}")
         (x,) = inputs
         sides = _image_size(self._settings())
         known = (None, 3, *sides)
@@ -582,7 +583,7 @@ class VisionTask(Task):
             return self._arrays(data)
         if not isinstance(data, str | os.PathLike):
             raise PrepareError(
-                f"pictures are a folder, a table of paths, or arrays, not {type(data).__name__}"
+                f"images are a folder, a table of paths, or arrays, not {type(data).__name__}"
             )
         target = TensorSpec(LABELS, "int64", ("batch",), "target")
         classes = {LABELS: self.classes} if self.classes else {}
@@ -591,46 +592,44 @@ class VisionTask(Task):
         return self._normal(read.arrays[self.image.name]), read.arrays[LABELS]
 
     def _arrays(self, data: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Return arrays as they are given: pictures as the model takes them."""
+        """Return arrays as they are given: images as the model takes them."""
         wanted = {self.image.name, LABELS}
         if set(data) != wanted:
             raise PrepareError(f"arrays must be called {', '.join(sorted(wanted))}")
-        pictures, texts = np.asarray(data[self.image.name], np.float32), np.asarray(data[LABELS])
-        if len(pictures) != len(texts) or texts.ndim != 1:
-            raise ShapeError(f"{len(pictures)} pictures, labels of shape {list(texts.shape)}")
+        images, texts = np.asarray(data[self.image.name], np.float32), np.asarray(data[LABELS])
+        if len(images) != len(texts) or texts.ndim != 1:
+            raise ShapeError(f"{len(images)} images, labels of shape {list(texts.shape)}")
         names = [str(t) for t in texts.tolist()]
         self.classes = self.classes or sorted_labels(names)
         strange = [n for n in names if n not in self.classes]
         if strange:
             raise PrepareError(f"the validation has a class that training has not: {strange[0]!r}")
-        return pictures, np.array([self.classes.index(n) for n in names], np.int64)
+        return images, np.array([self.classes.index(n) for n in names], np.int64)
 
-    def _normal(self, pictures: np.ndarray) -> np.ndarray:
-        """Return pictures from 0 to 1 as the model's own preparation has them."""
+    def _normal(self, images: np.ndarray) -> np.ndarray:
+        """Return images from 0 to 1 as the model's own preparation has them."""
         settings = self._settings()
         mean, deviation = settings.get("image_mean"), settings.get("image_std")
         if not settings.get("do_normalize", mean is not None) or mean is None or deviation is None:
-            self._note(
-                "pictures are numbers from 0 to 1: no preprocessor_config.json says otherwise"
-            )
-            return pictures
+            self._note("images are numbers from 0 to 1: no preprocessor_config.json says otherwise")
+            return images
         axis = 1 if self.image.shape[1] in (1, 3) else 3
         shape = [-1 if i == axis else 1 for i in range(4)]
         mean, deviation = (np.asarray(v, np.float32).reshape(shape) for v in (mean, deviation))
-        return (pictures - mean) / deviation
+        return (images - mean) / deviation
 
     def _note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
 
     def _split(self, options: FineTuneOptions) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers of pictures to learn from, and of those held back."""
+        """Return the numbers of images to learn from, and of those held back."""
         if len(self.classes) < 2:
             raise PrepareError(f"there is one class only: {', '.join(self.classes)}")
         n, asked = len(self.labels), options.validation
         if asked is not None and not is_fraction(asked):
-            pictures, labels = self._read(asked)
-            self.pictures = np.concatenate([self.pictures, pictures])
+            images, labels = self._read(asked)
+            self.images = np.concatenate([self.images, images])
             self.labels = np.concatenate([self.labels, labels])
             return np.arange(n), np.arange(n, len(self.labels))
         none = np.empty(0, np.int64)
@@ -641,23 +640,23 @@ class VisionTask(Task):
         )
         return train, held
 
-    def model(self) -> ir.Model:
-        """Return the model with a score per class."""
-        scores = [y for y in self._source.graph.outputs if len(S.dims_of(y) or ()) == 2]
+    def model(self) -> CheckedModel:
+        """Return the model with one logit per class."""
+        scores = [y for y in self._graph.outputs if len(S.dims_of(y) or ()) == 2]
         if not scores:
-            listing = ", ".join(S.describe_value(y) for y in self._source.graph.outputs)
+            listing = ", ".join(S.describe_value(y) for y in self._graph.outputs)
             raise PrepareError(
                 f"no output has a score per class: {listing}\n"
                 "hint: onnxtrain.build takes models of other tasks, with arrays"
             )
         named = next((y for y in scores if y.name == "logits"), scores[0])
         model, note = with_classification_head(
-            load(self.folder.path), named.name or "", len(self.classes), seed=self.options.seed
+            self.folder.model, named.name or "", len(self.classes), seed=self.options.seed
         )
         if note:
             self._note(note)
         self.trained = head_weights(model)
-        return model
+        return CheckedModel(model)
 
     def batches(self, names: Sequence[str], *, validation: bool = False) -> TokenBatches | None:
         """Return the batches."""
@@ -665,7 +664,7 @@ class VisionTask(Task):
         if not len(picked):
             return None
         return ImageBatches(
-            self.pictures[picked],
+            self.images[picked],
             self.labels[picked],
             names,
             batch_size=self.options.batch_size,
@@ -675,29 +674,27 @@ class VisionTask(Task):
     def memory_sizes(self) -> tuple[dict[str, Any], str]:
         """Return the sizes of the largest batch, for a plan and in words."""
         rows = min(self.options.batch_size, len(self.train))
-        return {
-            "batch": rows
-        }, f"{rows} pictures of {' x '.join(map(str, self.pictures.shape[1:]))}"
+        return {"batch": rows}, f"{rows} images of {' x '.join(map(str, self.images.shape[1:]))}"
 
     def preview(self) -> str:
-        """Return three pictures in words."""
+        """Return three images in words."""
         lines = []
         for i in self.train[:3]:
-            picture = self.pictures[i]
-            sizes = " x ".join(map(str, picture.shape))
-            values = f"{picture.min():.3g} to {picture.max():.3g}"
+            image = self.images[i]
+            sizes = " x ".join(map(str, image.shape))
+            values = f"{image.min():.3g} to {image.max():.3g}"
             lines.append(f"{self.classes[self.labels[i]]}: {sizes}, numbers from {values}")
         return "\n".join(lines)
 
     def summary(self) -> str:
-        """Return how many pictures and classes there are."""
+        """Return how many images and classes there are."""
         held = f"; {len(self.held)} for validation" if len(self.held) else "; no validation"
         names = ", ".join(self.classes[:8])
-        return f"{len(self.train)} pictures{held}, {len(self.classes)} classes: {names}"
+        return f"{len(self.train)} images{held}, {len(self.classes)} classes: {names}"
 
 
 def _image_size(settings: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Return height and width of pictures, if a configuration tells them."""
+    """Return height and width of images, if a configuration tells them."""
     size = settings.get("crop_size") or settings.get("size")
     if isinstance(size, int):
         return size, size

@@ -1,6 +1,6 @@
-"""Language models: their inputs, data and generation.
+"""Language models: model folders, tokenizers, training data and generation.
 
-What needs ``tokenizers`` or ``jinja2`` says so when it is used: ``pip install onnxtrain[text]``.
+``tokenizers`` and ``jinja2`` are optional: ``pip install onnxtrain[text]``.
 """
 
 from onnxtrain.text.data import (

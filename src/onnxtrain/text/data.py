@@ -61,7 +61,7 @@ _MAX_LISTED = 5
 class Record:
     """One example: its fields, and where it stands."""
 
-    form: str
+    format: str
     """One of :data:`FORMS`."""
     fields: Mapping[str, Any]
     line: int
@@ -77,9 +77,9 @@ class Records:
     name: str
 
     @property
-    def form(self) -> str:
+    def format(self) -> str:
         """What all records hold."""
-        return self.records[0].form
+        return self.records[0].format
 
     def note(self) -> str:
         """Return in words which lines were left out; empty if none was."""
@@ -102,7 +102,7 @@ def read_records(source: str | os.PathLike[str] | Iterable[Mapping[str, Any] | s
 
     Raises:
         LoadError: the file cannot be read, nothing in it can be used, or more lines are bad than
-            good; or records of several forms are mixed.
+            good; or records of several formats are mixed.
     """
     if isinstance(source, str | os.PathLike):
         path = Path(source)
@@ -130,11 +130,11 @@ def _check_records(read: Records) -> Records:
         raise LoadError(f"{read.name}: there is nothing in it{wanted}")
     if len(left_out) > len(records):
         raise LoadError(f"{read.note()}{wanted}")
-    forms = {r.form: r.line for r in reversed(records)}
-    if len(forms) > 1:
-        listing = ", ".join(f"{form} (line {line})" for form, line in sorted(forms.items()))
+    formats = {r.format: r.line for r in reversed(records)}
+    if len(formats) > 1:
+        listing = ", ".join(f"{format} (line {line})" for format, line in sorted(formats.items()))
         raise LoadError(
-            f"{read.name}: records of several forms: {listing}\nhint: one file holds one form"
+            f"{read.name}: records of several formats: {listing}\nhint: one file holds one format"
         )
     return read
 
@@ -211,26 +211,26 @@ def _record(row: Any, line: int) -> Record | _InvalidRow:
         return _InvalidRow(f"not an object but {type(row).__name__}")
     fields = {str(k).strip().lower(): v for k, v in row.items()}
     fields = {**{_FIELD_ALIASES[k]: v for k, v in fields.items() if k in _FIELD_ALIASES}, **fields}
-    for form, names in RECORD_FORMATS.items():
+    for format, names in RECORD_FORMATS.items():
         if all(fields.get(name) not in (None, "") for name in names):
-            return _validated_record(form, {name: fields[name] for name in names}, line)
+            return _validated_record(format, {name: fields[name] for name in names}, line)
     return _InvalidRow(f"has {', '.join(map(str, row)) or 'no fields'}")
 
 
-def _validated_record(form: str, fields: dict[str, Any], line: int) -> Record | _InvalidRow:
+def _validated_record(format: str, fields: dict[str, Any], line: int) -> Record | _InvalidRow:
     """Return a record whose fields are of the right type."""
-    if form == "messages":
+    if format == "messages":
         messages = _parse_messages(fields["messages"])
         return (
             messages
             if isinstance(messages, _InvalidRow)
-            else Record(form, {"messages": messages}, line)
+            else Record(format, {"messages": messages}, line)
         )
     texts = [n for n in fields if n != "label"]
     wrong = [n for n in texts if not isinstance(fields[n], str) or not fields[n].strip()]
     if wrong:
         return _InvalidRow(f"{wrong[0]!r} is no text")
-    return Record(form, fields, line)
+    return Record(format, fields, line)
 
 
 def _parse_messages(value: Any) -> list[dict[str, Any]] | _InvalidRow:
@@ -318,10 +318,10 @@ def make_examples(
     """
     examples, cut, dropped = list[Example](), list[int](), list[int]()
     for record in records.records:
-        example = _EXAMPLE_BUILDERS[record.form](record, tokenizer)
+        example = _EXAMPLE_BUILDERS[record.format](record, tokenizer)
         if prompt:
             example = dataclasses.replace(example, labels=example.ids.copy())
-        if record.form == "text":
+        if record.format == "text":
             parts = _split_windows(example, max_length)
         else:
             parts = [_truncate(example, max_length)]

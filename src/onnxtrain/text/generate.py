@@ -1,6 +1,6 @@
-"""Text from a language model, token by token: for samples and demos.
+"""Generate text with a language model, with or without its KV cache.
 
-A language model run token by token, with its cache or without.
+For samples and demos: one sequence, greedy or sampled. onnxruntime-genai is for serving.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.errors import OnnxTrainError, PrepareError
-from onnxtrain.graph.io import Source, load, save
+from onnxtrain.graph.io import CheckedModel, Source, load, save
 from onnxtrain.runtime import session as runtime
 from onnxtrain.runtime.feeds import numpy_dtype
 from onnxtrain.text.data import Example, collate
@@ -27,6 +27,7 @@ from onnxtrain.text.model_folder import (
     POSITION_IDS,
     SETTING_INPUTS,
     TOKEN_TYPE_IDS,
+    ModelFolder,
     inspect_model,
     is_past,
     past_of,
@@ -35,72 +36,75 @@ from onnxtrain.text.model_folder import (
 from onnxtrain.text.tokenizer import Tokenizer
 from onnxtrain.training import Trainer
 
+Model = Source | Trainer
+"""Models that generate text: a file, a folder, a model, or a trainer with its weights."""
 _TYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(double)": "float64"}
 
 
 class Decoder(Protocol):
-    """What gives the scores of the next token."""
+    """A language model with the tokens of one sequence."""
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Start a new sequence."""
         ...
 
-    def scores(self, new: Sequence[int]) -> np.ndarray:
-        """Return the scores of the token after those so far and some new ones."""
+    def next_logits(self, new: Sequence[int]) -> np.ndarray:
+        """Append tokens to the sequence and return the logits of the next one."""
         ...
 
 
 class UncachedDecoder:
-    """Computes the whole sequence again for each token."""
+    """A decoder that runs the whole sequence for each token."""
 
     def __init__(self, run: Callable[[dict[str, np.ndarray]], np.ndarray], names: Sequence[str]):
         self._run, self._names = run, [n for n in names if n != LABELS]
         self._ids: list[int] = []
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Start a new sequence."""
         self._ids = []
 
-    def scores(self, new: Sequence[int]) -> np.ndarray:
-        """Return the scores of the next token."""
+    def next_logits(self, new: Sequence[int]) -> np.ndarray:
+        """Append tokens to the sequence and return the logits of the next one."""
         self._ids += new
         ids = np.array(self._ids, np.int64)
         return self._run(collate([Example(ids, ids)], self._names))[0, -1]
 
 
 class CachedDecoder:
-    """Keeps keys and values of earlier tokens."""
+    """A decoder that feeds keys and values of earlier tokens back to the model."""
 
-    def __init__(self, session: Any, head: int | None) -> None:
+    def __init__(self, session: Any, head_size: int | None) -> None:
         self._session = session
         self._specs = {x.name: x for x in session.get_inputs()}
         self._past = [n for n in self._specs if is_past(n)]
         outputs = [y.name for y in session.get_outputs()]
-        self._feeds_to = {y: past_of(y, self._past) for y in outputs}
-        self._outputs = ["logits", *(y for y, x in self._feeds_to.items() if x is not None)]
-        self._head = head
+        self._past_of = {y: past_of(y, self._past) for y in outputs}
+        self._outputs = ["logits", *(y for y, x in self._past_of.items() if x is not None)]
+        self._head_size = head_size
         self.reset()
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Start a new sequence."""
         self._length = 0
-        self._cache = {name: self._empty(self._specs[name]) for name in self._past}
+        self._cache = {name: self._empty_cache(self._specs[name]) for name in self._past}
 
-    def _empty(self, spec: Any) -> np.ndarray:
-        usual = {0: 1, 2: 0, len(spec.shape) - 1: self._head}
-        sizes = [usual.get(i) if not isinstance(d, int) else d for i, d in enumerate(spec.shape)]
+    def _empty_cache(self, spec: Any) -> np.ndarray:
+        """Return a cache of no tokens: ``[batch, heads, 0, head_size]``."""
+        defaults = {0: 1, 2: 0, len(spec.shape) - 1: self._head_size}
+        sizes = [defaults.get(i) if not isinstance(d, int) else d for i, d in enumerate(spec.shape)]
         shape = [s for s in sizes if s is not None]
         if len(shape) < len(sizes):
             raise PrepareError(
-                f"the cache {spec.name!r} has the shape {spec.shape}\n"
-                "hint: head_size in genai_config.json would tell it"
+                f"the cache {spec.name!r} has symbolic sizes: {spec.shape}\n"
+                "hint: set head_size in genai_config.json"
             )
         return np.zeros(shape, numpy_dtype(_TYPES[spec.type]))
 
-    def scores(self, new: Sequence[int]) -> np.ndarray:
-        """Return the scores of the next token."""
+    def next_logits(self, new: Sequence[int]) -> np.ndarray:
+        """Append tokens to the sequence and return the logits of the next one."""
         before, self._length = self._length, self._length + len(new)
-        made = {
+        arrays = {
             INPUT_IDS: np.array([new], np.int64),
             ATTENTION_MASK: np.ones((1, self._length), np.int64),
             POSITION_IDS: np.arange(before, self._length)[None],
@@ -108,87 +112,90 @@ class CachedDecoder:
             "cache_position": np.arange(before, self._length),
         }
         for name, value in SETTING_INPUTS.items():
-            made[name] = np.array(value if name != "use_cache_branch" else before > 0)
-        feeds = {n: made[n] for n in self._specs if n in made}
+            arrays[name] = np.array(value if name != "use_cache_branch" else before > 0)
+        feeds = {n: arrays[n] for n in self._specs if n in arrays}
         for name in SETTING_INPUTS:
             if name in feeds:
                 feeds[name] = feeds[name].reshape([1] * len(self._specs[name].shape))
         results = runtime.run(self._session, self._outputs, {**feeds, **self._cache})
         for name, array in zip(self._outputs[1:], results[1:], strict=True):
-            past = self._feeds_to[name]
+            past = self._past_of[name]
             if past is not None:
                 self._cache[past] = array
         return results[0][0, -1]
 
 
-def make_decoder(model: Any, *, threads: int | None = None) -> Decoder:
-    """Return what runs a model, its file or folder, or a trainer with the weights of the moment."""
+def make_decoder(
+    model: Model | ModelFolder | str | os.PathLike[str], *, threads: int | None = None
+) -> Decoder:
+    """Return a decoder for a model, a file or folder, or the current weights of a trainer."""
     if isinstance(model, Trainer):
         spec = model.manifest.model("infer")
         names = [t.name for t in spec.inputs] if spec is not None else []
         if INPUT_IDS not in names:
-            raise PrepareError(f"not a language model: it takes {', '.join(names)}")
+            raise PrepareError(
+                f"not a language model: its inputs are {', '.join(names)}\n"
+                "hint: generate needs the input input_ids and the output logits"
+            )
         return UncachedDecoder(lambda feeds: model.predict(**feeds)["logits"], names)
-    head = None
     if isinstance(model, str | os.PathLike):
-        folder = inspect_model(model, "causal_lm")
-        model, head = folder.path, folder.head
-    loaded = load(model)
+        model = inspect_model(model, "causal_lm")
+    path, head_size = None, None
+    if isinstance(model, ModelFolder):
+        path, head_size, model = model.path, model.head_size, model.model
+    loaded = model.model if isinstance(model, CheckedModel) else load(model)
     inputs = {x.name or "" for x in loaded.graph.inputs}
     if INPUT_IDS not in inputs or "logits" not in {y.name for y in loaded.graph.outputs}:
         raise PrepareError(
-            f"not a language model: it takes {', '.join(sorted(inputs))}\n"
-            "hint: input_ids and an output called logits are needed"
+            f"not a language model: its inputs are {', '.join(sorted(inputs))}\n"
+            "hint: generate needs the input input_ids and the output logits"
         )
-    windows = any("sliding_window_cache" in node.attributes for node in loaded.graph)
-    if any(is_past(n) for n in inputs) and not windows:
-        return CachedDecoder(_session(model, loaded, threads), head)
-    lean = without_cache(loaded)
-    session = _session(lean, lean, threads)
+    # A sliding-window cache has a fixed length and drops old tokens; CachedDecoder grows its cache.
+    sliding = any("sliding_window_cache" in node.attributes for node in loaded.graph)
+    if any(is_past(n) for n in inputs) and not sliding:
+        return CachedDecoder(_session(path, loaded, threads), head_size)
+    session = _session(None, without_cache(CheckedModel(loaded)), threads)
     names = [x.name for x in session.get_inputs()]
     return UncachedDecoder(lambda feeds: runtime.run(session, ["logits"], feeds)[0], names)
 
 
-def _session(model: Any, loaded: ir.Model, threads: int | None) -> Any:
-    """Return a session of a file, or of a model in memory, whose weights may lie in files."""
-    if isinstance(model, str | os.PathLike):
-        return runtime.create(os.fsdecode(model), threads=threads, as_shipped=True)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.onnx"
-        save(loaded, path)
+def _session(path: Path | None, model: ir.Model, threads: int | None) -> Any:
+    """Return a session for a file, or for a model in memory."""
+    if path is not None:
         return runtime.create(str(path), threads=threads, as_shipped=True)
-
-
-Model = Source | Trainer
-"""What text can be generated with: a file, a folder, a model, or a trainer with its weights."""
+    # A file rather than bytes: a protobuf of over 2 GiB cannot be passed to onnxruntime.
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.onnx"
+        save(model, file)
+        return runtime.create(str(file), threads=threads, as_shipped=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen: the likeliest one, unless ``temperature`` is above 0."""
+    """Sampling parameters; a temperature of 0 is greedy decoding."""
 
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0.0 < self.top_p <= 1.0:
-            raise PrepareError(
-                f"temperature must not be negative, top_p must lie in (0, 1]: "
-                f"{self.temperature}, {self.top_p}"
-            )
+        if self.temperature < 0:
+            raise PrepareError(f"temperature must not be negative, got {self.temperature}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise PrepareError(f"top_p must be in (0, 1], got {self.top_p}")
 
-    def pick(self, logits: np.ndarray, rng: np.random.Generator) -> int:
-        """Return a token by its scores."""
+    def sample(self, logits: np.ndarray, rng: np.random.Generator) -> int:
+        """Return a token drawn from the logits."""
         if self.temperature == 0.0:
             return int(logits.argmax())
-        scores = logits.astype(np.float64) / self.temperature
-        chances = np.exp(scores - scores.max())
-        chances /= chances.sum()
-        order = np.argsort(-chances, kind="stable")
-        sums = np.cumsum(chances[order])
-        kept = order[: int(np.searchsorted(sums, self.top_p)) + 1]
-        return int(rng.choice(kept, p=chances[kept] / chances[kept].sum()))
+        scaled = logits.astype(np.float64) / self.temperature
+        probabilities = np.exp(scaled - scaled.max())
+        probabilities /= probabilities.sum()
+        order = np.argsort(-probabilities, kind="stable")
+        cumulative = np.cumsum(probabilities[order])
+        nucleus = order[: int(np.searchsorted(cumulative, self.top_p)) + 1]
+        weights = probabilities[nucleus]
+        return int(rng.choice(nucleus, p=weights / weights.sum()))
 
 
 def generate(
@@ -203,76 +210,80 @@ def generate(
     stop: Sequence[int] | None = None,
     threads: int | None = None,
 ) -> str | list[int]:
-    """Return what a language model writes after a prompt; token ids if the prompt is token ids.
+    """Generate text with a language model.
 
-    The keys and values of earlier tokens are kept where the model has a cache for them, else every
-    token computes the whole sequence again. For serving, take onnxruntime-genai.
+    Uses the model's KV cache if it has one; otherwise each token runs the whole sequence. Use
+    onnxruntime-genai for serving.
 
     Args:
-        model: an ``.onnx`` file, its folder, a model, or a :class:`Trainer`, whose weights count.
+        model: an ``.onnx`` file, its folder, a model, or a :class:`Trainer` (its current weights).
         prompt: a text, messages (``[{"role": "user", "content": ...}]``), or token ids.
-        max_tokens: how many tokens to write at most.
-        temperature: 0 takes the likeliest token; above, tokens are drawn.
-        top_p: drawn from the likeliest tokens that together have this probability.
-        seed: of the draws.
-        tokenizer: or its folder; that of the model's folder if ``None``.
-        stop: token ids that end the text; those of the model's folder if ``None``.
-        threads: of onnxruntime's pool.
+        max_tokens: maximum number of new tokens.
+        temperature: sampling temperature; 0 is greedy decoding.
+        top_p: sample from the smallest set of most likely tokens with this total probability.
+        seed: random seed for sampling.
+        tokenizer: a tokenizer or its folder. Default: the tokenizer in the model's folder.
+        stop: token ids that end the generation. Default: the model's end-of-sequence tokens.
+        threads: number of threads for onnxruntime.
+
+    Returns:
+        The new text without the prompt; token ids if the prompt is token ids.
 
     Raises:
-        PrepareError: the model does not look like a language model.
+        PrepareError: if the model is not a language model.
     """
     sampling = Sampling(temperature, top_p, seed)
-    decoder = make_decoder(model, threads=threads)
-    given_ids = not isinstance(prompt, str) and all(isinstance(t, int | np.integer) for t in prompt)
-    tokens = None if given_ids else _tokenizer(model, tokenizer)
-    if tokens is None:
+    folder = inspect_model(model, "causal_lm") if isinstance(model, str | os.PathLike) else None
+    decoder = make_decoder(model if folder is None else folder, threads=threads)
+    is_ids = not isinstance(prompt, str) and all(isinstance(t, int | np.integer) for t in prompt)
+    resolved = None if is_ids else _resolve_tokenizer(folder, tokenizer)
+    if resolved is None:
         ids = [int(t) for t in prompt]  # pyright: ignore[reportArgumentType]
     elif isinstance(prompt, str):
-        ids = tokens.encode(prompt).ids
+        ids = resolved.encode(prompt).ids
     else:
-        text = tokens.chat(prompt, answer=True)  # pyright: ignore[reportArgumentType]
-        ids = tokens.encode(text, special=not tokens.has_template).ids
-    ends = set(_stop_tokens(model, tokens) if stop is None else stop)
-    written = generate_tokens(decoder, ids, max_tokens, sampling, ends)
-    return written if tokens is None else tokens.decode(written)
+        text = resolved.chat(prompt, answer=True)  # pyright: ignore[reportArgumentType]
+        ids = resolved.encode(text, special=not resolved.has_template).ids
+    stop_ids = set(_eos_token_ids(folder, resolved) if stop is None else stop)
+    new_ids = generate_tokens(decoder, ids, max_tokens, sampling, stop_ids)
+    return new_ids if resolved is None else resolved.decode(new_ids)
 
 
 def generate_tokens(
-    decoder: Decoder, ids: Sequence[int], most: int, sampling: Sampling, ends: set[int]
+    decoder: Decoder, ids: Sequence[int], max_tokens: int, sampling: Sampling, stop: set[int]
 ) -> list[int]:
-    """Return the tokens that follow others."""
+    """Return the tokens that a decoder generates after a prompt, without the stop token."""
     if not ids:
-        raise PrepareError("the prompt is empty\nhint: give at least one token")
+        raise PrepareError("the prompt is empty\nhint: pass at least one token")
     rng = np.random.default_rng(sampling.seed)
     decoder.reset()
-    written: list[int] = []
+    generated: list[int] = []
     new = list(ids)
-    for _ in range(most):
-        token = sampling.pick(decoder.scores(new), rng)
-        if token in ends:
+    for _ in range(max_tokens):
+        token = sampling.sample(decoder.next_logits(new), rng)
+        if token in stop:
             break
-        written.append(token)
+        generated.append(token)
         new = [token]
-    return written
+    return generated
 
 
-def _tokenizer(model: Any, given: Tokenizer | str | os.PathLike[str] | None) -> Tokenizer:
-    if isinstance(given, Tokenizer):
-        return given
-    if given is not None:
-        return Tokenizer(given)
-    if isinstance(model, str | os.PathLike):
-        return Tokenizer(inspect_model(model, "causal_lm").folder)
+def _resolve_tokenizer(
+    folder: ModelFolder | None, tokenizer: Tokenizer | str | os.PathLike[str] | None
+) -> Tokenizer:
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    if tokenizer is not None:
+        return Tokenizer(tokenizer)
+    if folder is not None:
+        return Tokenizer(folder.folder)
     raise OnnxTrainError(
-        "which tokenizer? the model did not come from a folder\n"
-        "hint: tokenizer='folder', or give the prompt as token ids"
+        "a text prompt requires a tokenizer: the model was not loaded from a folder\n"
+        "hint: tokenizer='folder', or pass the prompt as token ids"
     )
 
 
-def _stop_tokens(model: Any, tokenizer: Tokenizer | None) -> list[int]:
-    ends = (
-        list(inspect_model(model, "causal_lm").eos) if isinstance(model, str | os.PathLike) else []
-    )
-    end = None if tokenizer is None else tokenizer.id_of("eos_token")
-    return ends if end is None else [*ends, end]
+def _eos_token_ids(folder: ModelFolder | None, tokenizer: Tokenizer | None) -> list[int]:
+    ids = [] if folder is None else list(folder.eos_token_ids)
+    own = None if tokenizer is None else tokenizer.id_of("eos_token")
+    return ids if own is None else [*ids, own]

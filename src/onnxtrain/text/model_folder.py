@@ -1,15 +1,17 @@
-"""A model and the files beside it: what kind of model it is, and what they say about it.
+"""Load the folder of a transformer and change its graph for training.
 
-The names that builders of language models give to inputs and outputs.
+In this order:
 
-Encoders that give a vector per token, with a vector or scores per text behind them.
-
-A language model as training sees it: whole sequences, no cache of earlier keys and values.
+    is_past, past_of             names of KV cache inputs and outputs
+    inspect_model                the model, its kind, and facts from its configuration files
+    add_pooling, add_classifier  sentence embeddings and class logits from an encoder
+    without_cache                a decoder without its KV cache, as training needs it
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import math
 import os
@@ -25,7 +27,7 @@ from onnxtrain.autodiff.gradients import registered_domains
 from onnxtrain.errors import LoadError, PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder, replace_value
-from onnxtrain.graph.io import Source, load
+from onnxtrain.graph.io import CheckedModel, Source, load
 from onnxtrain.graph.io.limits import open_regular
 
 INPUT_IDS = "input_ids"
@@ -43,11 +45,11 @@ SETTING_INPUTS: dict[str, int | bool] = {
     "num_logits_to_keep": 0,
     "logits_to_keep": 0,
 }
-"""Inputs that are settings, and the value under which a whole sequence is computed at once."""
+"""Inputs that are settings -> their value to compute all positions of a sequence."""
 
 
 def is_past(name: str | None) -> bool:
-    """Return whether an input holds keys or values of earlier tokens.
+    """Return whether an input is a KV cache.
 
     >>> is_past("past_key_values.0.key"), is_past("input_ids")
     (True, False)
@@ -56,7 +58,7 @@ def is_past(name: str | None) -> bool:
 
 
 def is_present(name: str | None) -> bool:
-    """Return whether an output holds keys or values for the tokens to come.
+    """Return whether an output is an updated KV cache.
 
     >>> is_present("present.0.value"), is_present("logits")
     (True, False)
@@ -65,7 +67,7 @@ def is_present(name: str | None) -> bool:
 
 
 def past_of(present: str, past: Iterable[str]) -> str | None:
-    """Return the input that an output is fed to when generation goes on.
+    """Return the cache input that an output is fed to for the next token.
 
     >>> past_of("present.0.key", ["past_key_values.0.key", "past_key_values.0.value"])
     'past_key_values.0.key'
@@ -75,7 +77,7 @@ def past_of(present: str, past: Iterable[str]) -> str | None:
 
 
 def _parts(name: str) -> tuple[str, ...]:
-    """Return the layer and what it is of: ``("0", "key")``."""
+    """Return layer and kind of a cache name: ``("0", "key")``."""
     words = re.split(r"[._]", name)
     numbers = [w for w in words if w.isdigit()]
     kinds = [w for w in words if w in ("key", "value", "decoder", "encoder", "self", "cross")]
@@ -101,70 +103,74 @@ _MAX_LENGTH_FIELDS = (
 
 @dataclasses.dataclass(frozen=True)
 class ModelFolder:
-    """What is known of a model before anything is built."""
+    """An ``.onnx`` file with its configuration files: task, vocabulary, limits, special tokens."""
 
     path: Path
     """The ``.onnx`` file."""
+    model: CheckedModel = dataclasses.field(repr=False, compare=False)
+    """The file, loaded and checked; the weights stay mapped."""
     kind: str
     """One of :data:`KINDS`."""
-    why: str
-    """What the kind was told by."""
-    vocabulary: int | None
-    """The number of tokens that the model scores, or has vectors for."""
-    positions: int | None
-    """The longest sequence, if something tells it."""
-    eos: tuple[int, ...]
-    pad: int | None
+    reason: str
+    """Where the kind comes from, for messages."""
+    vocab_size: int | None
+    max_positions: int | None
+    """The longest sequence, if a configuration file has it."""
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
     inputs: tuple[str, ...]
-    head: int | None = None
-    """The size of an attention head, if something tells it."""
+    head_size: int | None = None
+    """The size of an attention head, if a configuration file has it."""
 
     @property
     def folder(self) -> Path:
-        """Where the tokenizer and the configuration lie."""
+        """The folder of the tokenizer and the configuration files."""
         parent = self.path.parent
         return parent.parent if parent.name == "onnx" and not _has_files(parent) else parent
 
     @property
     def has_cache(self) -> bool:
-        """Whether the model takes keys and values of earlier tokens."""
+        """Whether the model has KV cache inputs."""
         return any(is_past(name) for name in self.inputs)
 
 
 def inspect_model(model: str | os.PathLike[str], kind: str | None = None) -> ModelFolder:
-    """Return what the files of a model tell; only the graph is read, and no weights.
+    """Load a model and the configuration files beside it.
 
     Args:
-        model: an ``.onnx`` file, or the folder of one.
-        kind: what the user says it is; told by the files if ``None``.
+        model: an ``.onnx`` file or its folder.
+        kind: one of :data:`KINDS`; detected from the files if ``None``.
 
     Raises:
-        LoadError: there is no model.
-        PrepareError: it is not clear what the model is.
+        LoadError: if no model is found.
+        PrepareError: if the kind is unknown or cannot be detected.
     """
     path = _model_file(Path(model))
     beside = path.parent.parent if path.parent.name == "onnx" else path.parent
     genai = _json(path.parent / "genai_config.json").get("model", {})
     config = _json(path.parent / "config.json") or _json(beside / "config.json")
-    graph = load(path).graph
+    model = CheckedModel(load(path), str(path))
+    graph = model.model.graph
     if kind is None:
-        kind, why = _kind_of(graph, genai, config)
+        kind, reason = _detect_kind(graph, genai, config)
     else:
-        why = "it was said so"
+        reason = "kind="
     if kind not in KINDS:
-        raise PrepareError(f"no such kind of model: {kind!r}\nhint: one of {', '.join(KINDS)}")
+        near = difflib.get_close_matches(kind, KINDS, n=len(KINDS), cutoff=0.0)
+        raise PrepareError(f"unknown kind of model: {kind!r} (expected one of {', '.join(near)})")
     text = config.get("text_config", config)
     lengths = [genai.get("context_length"), *(text.get(n) for n in _MAX_LENGTH_FIELDS)]
     return ModelFolder(
         path=path,
+        model=model,
         kind=kind,
-        why=why,
-        vocabulary=_vocabulary(graph, kind) or genai.get("vocab_size") or text.get("vocab_size"),
-        positions=next((n for n in lengths if isinstance(n, int)), None),
-        eos=_ids(genai.get("eos_token_id", text.get("eos_token_id"))),
-        pad=next(iter(_ids(genai.get("pad_token_id", text.get("pad_token_id")))), None),
+        reason=reason,
+        vocab_size=_vocab_size(graph, kind) or genai.get("vocab_size") or text.get("vocab_size"),
+        max_positions=next((n for n in lengths if isinstance(n, int)), None),
+        eos_token_ids=_ids(genai.get("eos_token_id", text.get("eos_token_id"))),
+        pad_token_id=next(iter(_ids(genai.get("pad_token_id", text.get("pad_token_id")))), None),
         inputs=tuple(x.name or "" for x in graph.inputs),
-        head=genai.get("decoder", {}).get("head_size", text.get("head_dim")),
+        head_size=genai.get("decoder", {}).get("head_size", text.get("head_dim")),
     )
 
 
@@ -172,7 +178,9 @@ def _model_file(path: Path) -> Path:
     if path.is_file():
         return path
     if not path.is_dir():
-        raise LoadError(f"{str(path)!r}: no such file or folder\nhint: give the .onnx file")
+        raise LoadError(
+            f"{str(path)!r}: no such file or folder\nhint: pass an .onnx file or its folder"
+        )
     named = _json(path / "genai_config.json").get("model", {}).get("decoder", {}).get("filename")
     for name in (*([named] if isinstance(named, str) else []), *_DEFAULT_FILES):
         if (path / name).is_file():
@@ -180,42 +188,45 @@ def _model_file(path: Path) -> Path:
     files = sorted(path.glob("*.onnx"))
     if len(files) == 1:
         return files[0]
-    what = ", ".join(f.name for f in files) or "no .onnx file"
-    raise LoadError(f"{str(path)!r}: which model is meant? there is {what}\nhint: name the file")
+    if not files:
+        raise LoadError(f"{str(path)!r}: found no .onnx file\nhint: pass the .onnx file")
+    listing = ", ".join(f.name for f in files)
+    raise LoadError(f"{str(path)!r}: found several .onnx files: {listing}; pass one of them")
 
 
-def _kind_of(graph: ir.Graph, genai: dict[str, Any], config: dict[str, Any]) -> tuple[str, str]:
+def _detect_kind(graph: ir.Graph, genai: dict[str, Any], config: dict[str, Any]) -> tuple[str, str]:
+    """Return the kind of a model, and what it was detected from."""
     inputs = {x.name or "": x for x in graph.inputs}
     outputs = {y.name or "": y for y in graph.outputs}
     if INPUT_IDS not in inputs:
         if INPUTS_EMBEDS in inputs:
             raise PrepareError(
-                f"the model takes {INPUTS_EMBEDS!r}, vectors instead of tokens\n"
-                "hint: export the language model whole, with its table of embeddings"
+                f"the model has the input {INPUTS_EMBEDS!r}: embeddings instead of token ids\n"
+                "hint: export the language model together with its embedding layer"
             )
         images = [n for n, x in inputs.items() if len(S.dims_of(x) or ()) == 4 and S.is_float(x)]
         if images:
-            return "vision", f"its input {images[0]!r} has four axes"
+            return "vision", f"the 4-D input {images[0]!r}"
         listing = ", ".join(inputs)
         raise PrepareError(
-            f"what kind of model is this? it takes {listing}\n"
-            f"hint: say it by kind= (--kind): {', '.join(KINDS)}"
+            f"cannot detect the kind of model from its inputs {listing}\n"
+            f"hint: kind= (--kind): {', '.join(KINDS)}"
         )
     if genai or any(is_past(n) for n in inputs):
-        return "causal_lm", "genai_config.json" if genai else "its inputs for a cache"
+        return "causal_lm", "genai_config.json" if genai else "its KV cache inputs"
     names = " ".join(config.get("architectures") or [])
     if "CausalLM" in names or "LMHead" in names:
         return "causal_lm", f"config.json ({names})"
     rank = len(S.dims_of(outputs["logits"]) or ()) if "logits" in outputs else 0
     if rank == 2:
-        return "classification", "its output logits has a score per class"
+        return "classification", "its output logits, [batch, classes]"
     if rank == 3 and "logits" in outputs:
-        return "causal_lm", "its output logits has scores per position"
-    return "embeddings", f"its outputs are {', '.join(outputs)}"
+        return "causal_lm", "its output logits, [batch, sequence, vocabulary]"
+    return "embeddings", f"its outputs {', '.join(outputs)}"
 
 
-def _vocabulary(graph: ir.Graph, kind: str) -> int | None:
-    """Return how many tokens the logits score, or the table of embeddings has."""
+def _vocab_size(graph: ir.Graph, kind: str) -> int | None:
+    """Return the last dimension of the logits, or the rows of the token embedding."""
     if kind == "causal_lm":
         for y in graph.outputs:
             size = (S.dims_of(y) or (None,))[-1]
@@ -231,7 +242,7 @@ def _vocabulary(graph: ir.Graph, kind: str) -> int | None:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Return what a file of settings says; nothing if there is none."""
+    """Return the content of a configuration file; empty if it does not exist."""
     if not path.is_file():
         return {}
     try:
@@ -261,15 +272,16 @@ def add_pooling(model: Source, *, how: str = "mean") -> ir.Model:
     """Return a copy of an encoder whose only output is ``sentence_embedding``, ``[batch, D]``.
 
     Args:
-        model: gives a vector per token, ``[batch, sequence, D]``, or a vector per text already,
-            called ``sentence_embedding`` or the only output of two axes.
-        how: ``"mean"`` of the tokens that the mask counts, or the ``"first"`` token.
+        model: an encoder with token embeddings, ``[batch, sequence, D]``; or with sentence
+            embeddings, named ``sentence_embedding`` or the only 2-D output.
+        how: ``"mean"`` of the tokens in the attention mask, or the ``"first"`` token.
 
     Raises:
-        PrepareError: no output of the model has such vectors.
+        PrepareError: if the model has no embeddings.
     """
     if how not in _POOLING_MODES:
-        raise PrepareError(f"no such pooling: {how!r}\nhint: one of {', '.join(_POOLING_MODES)}")
+        listing = ", ".join(_POOLING_MODES)
+        raise PrepareError(f"unknown pooling: {how!r} (expected one of {listing})")
     work = load(model, allow_domains=registered_domains())
     graph = work.graph
     flat = [y for y in graph.outputs if len(S.dims_of(y) or ()) == 2 and S.is_float(y)]
@@ -281,7 +293,10 @@ def add_pooling(model: Source, *, how: str = "mean") -> ir.Model:
         known = flat[0]
     if known is None and hidden is None:
         listing = ", ".join(S.describe_value(y) for y in graph.outputs)
-        raise PrepareError(f"no output has vectors of tokens or texts: {listing}")
+        raise PrepareError(
+            f"no output has token or sentence embeddings: {listing}\n"
+            "hint: the output must have the shape [batch, sequence, D] or [batch, D]"
+        )
     if known is None:
         assert hidden is not None
         known = _pool(OpBuilder(graph, "pool/"), hidden, how)
@@ -302,16 +317,17 @@ def _pool(op: OpBuilder, hidden: ir.Value, how: str) -> ir.Value:
 
 
 def add_classifier(model: Source, classes: int, *, how: str = "mean", seed: int = 0) -> ir.Model:
-    """Return a copy of an encoder with a new layer that scores texts, ``logits [batch, classes]``.
+    """Return a copy of an encoder with a classification head, ``logits [batch, classes]``.
 
-    The layer's weights are ``classifier.weight`` and ``classifier.bias``, drawn as torch does.
+    The head is a linear layer on the pooled embedding. Its weights ``classifier.weight`` and
+    ``classifier.bias`` are initialized like ``torch.nn.Linear``.
     """
     work = add_pooling(model, how=how)
     graph = work.graph
     (embedding,) = graph.outputs
     width = (S.dims_of(embedding) or (None,))[-1]
     if not isinstance(width, int):
-        raise PrepareError(f"the size of {S.describe_value(embedding)} is not known")
+        raise PrepareError(f"unknown embedding size: {S.describe_value(embedding)}")
     rng = np.random.default_rng(seed)
     bound = 1.0 / math.sqrt(width)
     op = OpBuilder(graph, "classifier/")
@@ -332,7 +348,7 @@ def _weight(op: OpBuilder, name: str, array: np.ndarray) -> ir.Value:
     return value
 
 
-_TAKES_PAST: Mapping[str, tuple[int, ...]] = {
+_PAST_INPUTS: Mapping[str, tuple[int, ...]] = {
     "com.microsoft::GroupQueryAttention": (3, 4),
     "com.microsoft::SparseAttention": (3, 4),
     "com.microsoft::MultiHeadAttention": (6, 7),
@@ -340,19 +356,18 @@ _TAKES_PAST: Mapping[str, tuple[int, ...]] = {
     "com.microsoft::Attention": (4,),
     "::Attention": (4, 5),
 }
-"""Operators that may be given keys and values of earlier tokens, and where."""
+"""Operators with optional KV cache inputs -> the indices of these inputs."""
 
 
 def without_cache(model: Source) -> ir.Model:
-    """Return a copy of a language model that computes whole sequences, ready for ``build``.
+    """Return a copy of a language model without its KV cache, ready for ``build``.
 
-    Inputs for a cache (``past_key_values.0.key``) are gone and taken as empty, and so are its
-    outputs (``present.0.key``); settings such as ``use_cache_branch`` have the value that computes
-    all positions. The mask has the length of the sequence. A model without any of these comes back
-    as it was.
+    Removes cache inputs (``past_key_values.0.key``) and outputs (``present.0.key``); the cache is
+    empty. Settings such as ``use_cache_branch`` become constants that compute all positions. The
+    attention mask gets the length of the sequence. A model without these inputs does not change.
 
     Raises:
-        PrepareError: a cache is used in a way that has no empty form.
+        PrepareError: if the size of an empty cache is unknown.
     """
     work = load(model, allow_domains=registered_domains())
     graph = work.graph
@@ -371,18 +386,22 @@ def without_cache(model: Source) -> ir.Model:
         x.replace_all_uses_with(op.const(value, x.dtype))
         graph.inputs.remove(x)
     for x in past:
-        _remove(op, x, known[INPUT_IDS])
+        _remove_past(op, x, known[INPUT_IDS])
         graph.inputs.remove(x)
     _rename_sizes(graph, known)
     return work
 
 
-def _remove(op: OpBuilder, past: ir.Value, ids: ir.Value) -> None:
-    """Take a cache away from all that reads it."""
+def _remove_past(op: OpBuilder, past: ir.Value, ids: ir.Value) -> None:
+    """Remove a cache from the nodes that read it, in place.
+
+    Attention operators lose the optional input, a Concat of cache and new keys becomes the new
+    keys, and other nodes read an empty cache.
+    """
     for use in list(past.uses()):
-        node, place = use.node, use.idx
-        if place in _TAKES_PAST.get(f"{node.domain}::{node.op_type}", ()):
-            node.replace_input_with(place, None)
+        node, index = use.node, use.idx
+        if index in _PAST_INPUTS.get(f"{node.domain}::{node.op_type}", ()):
+            node.replace_input_with(index, None)
             node.attributes.pop("sliding_window_cache", None)
             _drop_present(node)
         elif node.op_type == "Concat" and not node.domain:
@@ -394,14 +413,14 @@ def _remove(op: OpBuilder, past: ir.Value, ids: ir.Value) -> None:
                 assert node.graph is not None
                 node.graph.remove(node, safe=True)
                 continue
-            node.replace_input_with(place, _empty(op, past, ids))
+            node.replace_input_with(index, _empty_cache(op, past, ids))
         else:
-            asked = node.op_type == "Shape" and not node.domain
-            node.replace_input_with(place, _empty(op, past, ids, shape_only=asked))
+            shape_only = node.op_type == "Shape" and not node.domain
+            node.replace_input_with(index, _empty_cache(op, past, ids, shape_only=shape_only))
 
 
 def _drop_present(node: ir.Node) -> None:
-    """Leave out outputs of an attention that nobody reads: without a past there may be none."""
+    """Remove unused cache outputs of an attention node: they require a cache input."""
     for y in node.outputs[1:3]:
         if not y.uses() and not y.is_graph_output():
             y.name = ""
@@ -409,22 +428,30 @@ def _drop_present(node: ir.Node) -> None:
         node.resize_outputs(1)
 
 
-def _empty(op: OpBuilder, past: ir.Value, ids: ir.Value, *, shape_only: bool = False) -> ir.Value:
-    """Return a cache of no tokens; where only its shape is read, that is the number of tokens."""
+def _empty_cache(
+    op: OpBuilder, past: ir.Value, ids: ir.Value, *, shape_only: bool = False
+) -> ir.Value:
+    """Return a cache of no tokens, ``[batch, heads, 0, head_size]``.
+
+    With ``shape_only`` symbolic heads and head sizes become 1: nodes read the length only.
+    """
     dims = S.dims_of(past) or ()
-    open_sizes = [i for i, d in enumerate(dims) if not isinstance(d, int) and i not in (0, 2)]
-    if len(dims) < 3 or (open_sizes and not shape_only):
+    symbolic = [i for i, d in enumerate(dims) if not isinstance(d, int) and i not in (0, 2)]
+    if len(dims) < 3 or (symbolic and not shape_only):
         raise PrepareError(
-            f"the cache {S.describe_value(past)} has no size that could be read from the file\n"
+            f"the cache {S.describe_value(past)} has symbolic sizes\n"
             "hint: export the model without a cache (use_cache=False)"
         )
-    sizes = [d if isinstance(d, int) else int(i in open_sizes) for i, d in enumerate(dims)]
+    sizes = [d if isinstance(d, int) else int(i in symbolic) for i, d in enumerate(dims)]
     batch = op.size(ids, 0) if not isinstance(dims[0], int) else dims[0]
     return op.full([batch, *sizes[1:]], 0.0, past.dtype or ir.DataType.FLOAT)
 
 
 def _rename_sizes(graph: ir.Graph, known: Mapping[str, ir.Value]) -> None:
-    """Give mask and positions the length of the ids, and that name wherever it was another."""
+    """Rename the symbolic length of mask and positions to that of the ids, in the whole graph.
+
+    Exporters call it ``past_sequence_length + sequence_length``; without a past both are equal.
+    """
     length = (S.dims_of(known[INPUT_IDS]) or (None, None))[-1]
     other: set[str] = set()
     for name in (ATTENTION_MASK, POSITION_IDS):

@@ -1,4 +1,4 @@
-"""The tokenizer of a model: text to tokens and back, and conversations to text."""
+"""Tokenize text and render chat templates, from the files beside a model."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ PLAIN_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] | capitalize }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
-"""For models that bring no template: a line per message."""
+"""Chat template for models without one: a line per message."""
 
 
 class Tokens(NamedTuple):
-    """Token ids, and for each the part of the text that it stands for."""
+    """Token ids, and the character span of each in the text."""
 
     ids: list[int]
     spans: list[tuple[int, int]]
 
 
 class Tokenizer:
-    """What ``tokenizer.json`` and the files beside it say.
+    """A fast tokenizer with special tokens and a chat template.
 
     Args:
-        folder: of ``tokenizer.json``; ``tokenizer_config.json``, ``chat_template.jinja`` and
-            ``special_tokens_map.json`` are read if they are there.
+        folder: the folder of ``tokenizer.json``; ``tokenizer_config.json``,
+            ``chat_template.jinja`` and ``special_tokens_map.json`` are optional.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -38,8 +38,8 @@ class Tokenizer:
         path = self.folder / "tokenizer.json" if self.folder.is_dir() else self.folder
         if not path.is_file():
             raise LoadError(
-                f"{str(path)!r}: there is no tokenizer beside the model\n"
-                "hint: copy tokenizer.json there, or give data as arrays of token ids"
+                f"{str(path)!r}: tokenizer not found\n"
+                "hint: copy tokenizer.json there, or pass the data as arrays of token ids"
             )
         library = _import_optional("tokenizers")
         try:
@@ -60,7 +60,7 @@ class Tokenizer:
 
     @property
     def has_template(self) -> bool:
-        """Whether the model brings a chat template."""
+        """Whether the model has a chat template."""
         return self._template is not None
 
     @property
@@ -69,22 +69,22 @@ class Tokenizer:
         return max(self.inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def id_of(self, name: str) -> int | None:
-        """Return the id of ``"eos_token"`` and the like, if there is one."""
+        """Return the id of a special token such as ``"eos_token"``, if it exists."""
         text = self.special.get(name)
         return None if text is None else self.inner.token_to_id(text)
 
     def special_ids(self) -> set[int]:
-        """Return the ids of tokens that are no text: ends, starts, marks of turns."""
+        """Return the ids of all special tokens."""
         added = self.inner.get_added_tokens_decoder()
         return {int(i) for i, token in added.items() if token.special}
 
     def encode(self, text: str, *, special: bool = True) -> Tokens:
-        """Return the tokens of a text; ``special`` adds those that the model wants around it."""
+        """Return the tokens of a text; ``special`` adds special tokens such as BOS."""
         encoded = self.inner.encode(text, add_special_tokens=special)
         return Tokens(list(encoded.ids), list(encoded.offsets))
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
-        """Return the tokens of two texts as one sequence, and which of both each belongs to."""
+        """Return the tokens of a pair of texts, and their token type ids."""
         encoded = self.inner.encode(first, second)
         return list(encoded.ids), list(encoded.type_ids)
 
@@ -93,10 +93,14 @@ class Tokenizer:
         return self.inner.decode(list(ids), skip_special_tokens=not special)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], *, answer: bool = False) -> str:
-        """Return a conversation as the model wants it; ``answer`` opens the assistant's turn.
+        """Render a conversation with the chat template.
+
+        Args:
+            messages: dicts with ``role`` and ``content``.
+            answer: whether to append the start of an assistant turn (``add_generation_prompt``).
 
         Raises:
-            PrepareError: the template refuses the messages.
+            PrepareError: if the template rejects the messages.
         """
         if self._render is None:
             self._render = _compile_template(self._template or PLAIN_TEMPLATE)
@@ -104,38 +108,40 @@ class Tokenizer:
         try:
             return self._render(messages=list(messages), add_generation_prompt=answer, **names)
         except Exception as error:  # a template may raise anything
-            raise PrepareError(f"the chat template refuses these messages: {error}") from error
+            raise PrepareError(f"the chat template rejects the messages: {error}") from error
 
 
 def _compile_template(text: str) -> Any:
     jinja = _import_optional("jinja2")
     sandbox = importlib.import_module("jinja2.sandbox")
-    world = sandbox.ImmutableSandboxedEnvironment(
+    # The environment of transformers' apply_chat_template.
+    environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
 
-    def refuse(message: str) -> None:
+    def raise_exception(message: str) -> None:
         raise jinja.TemplateError(message)
 
-    world.globals["raise_exception"] = refuse
-    world.globals["strftime_now"] = lambda form: ""  # the same text on every day
-    world.filters["tojson"] = lambda value, **given: json.dumps(value, ensure_ascii=False)
+    environment.globals["raise_exception"] = raise_exception
+    # Without a date, the same data gives the same tokens on every day.
+    environment.globals["strftime_now"] = lambda format: ""
+    environment.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
     try:
-        return world.from_string(text).render
+        return environment.from_string(text).render
     except jinja.TemplateError as error:
         raise LoadError(f"the chat template cannot be read: {error}") from error
 
 
 def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the chat template of a folder, in the places where it may be."""
+    """Return the chat template of a folder: ``chat_template.jinja`` or an entry of the config."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
-    given = config.get("chat_template")
-    if isinstance(given, list):  # several by name
-        by_name = {t.get("name"): t.get("template") for t in given if isinstance(t, dict)}
-        given = by_name.get("default") or next(iter(by_name.values()), None)
-    return given if isinstance(given, str) else None
+    template = config.get("chat_template")
+    if isinstance(template, list):  # named templates
+        by_name = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = by_name.get("default") or next(iter(by_name.values()), None)
+    return template if isinstance(template, str) else None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -152,6 +152,8 @@ class CheckedModel:
     """
 
     model: ir.Model
+    path: str | None = None
+    """The file that the model was loaded from unchanged, if any."""
 
     def as_ir(self) -> ir.Model:
         """Return the model itself, not a copy."""

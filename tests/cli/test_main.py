@@ -52,8 +52,8 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def quantised(tmp_path: Path) -> Path:
-    path = tmp_path / "quantised.onnx"
+def quantized(tmp_path: Path) -> Path:
+    path = tmp_path / "quantized.onnx"
     onnx.save(onnx.parser.parse_model(HEAD + QUANTISED), path)
     return path
 
@@ -73,8 +73,8 @@ def test_explain_as_json(run: Run, model: Path) -> None:
     assert list(json.loads(out)["parameters"]) == ["bias"]
 
 
-def test_explain_tells_what_cannot_be_done(run: Run, quantised: Path) -> None:
-    code, out, _ = run("explain", quantised, "--wrt", "x")
+def test_explain_tells_what_cannot_be_done(run: Run, quantized: Path) -> None:
+    code, out, _ = run("explain", quantized, "--wrt", "x")
     assert code == 0
     assert "not differentiable: 1 node(s) lack a rule" in out
     assert "missing 'q': QuantizeLinear(x: FLOAT[4], s: FLOAT[])" in out
@@ -141,17 +141,17 @@ ERRORS = {  # name: (command, what the message has)
     "unknown output": ("grad {model} -o {out} --of los", "hint: the model has loss"),
     "not scalar": ("grad {model} -o {out} --of y", "UndifferentiableError: only an output"),
     "unknown target": ("grad {model} -o {out} --target tpu", "unknown target: 'tpu'"),
-    "refused": ("grad {quantised} -o {out} --wrt x", "node 'q': QuantizeLinear"),
+    "refused": ("grad {quantized} -o {out} --wrt x", "node 'q': QuantizeLinear"),
     "no directory": ("grad {model} -o {out}/deep/er.onnx", "SaveError"),
 }
 
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors_are_one_block(
-    name: str, run: Run, model: Path, quantised: Path, tmp_path: Path
+    name: str, run: Run, model: Path, quantized: Path, tmp_path: Path
 ) -> None:
     command, message = ERRORS[name]
-    places = {"model": model, "quantised": quantised, "out": tmp_path / "grad.onnx"}
+    places = {"model": model, "quantized": quantized, "out": tmp_path / "grad.onnx"}
     before = sorted(tmp_path.iterdir())
     code, out, err = run(*(word.format(**places) for word in command.split()))
     assert (code, out) == (1, "")

@@ -12,7 +12,7 @@ import pytest
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.examples import digits_data
 from onnxtrain.training import Trainer
-from tests.commands.test_training import run
+from tests.cli.test_training import run
 
 
 @pytest.fixture
