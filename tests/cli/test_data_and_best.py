@@ -91,7 +91,7 @@ def test_a_folder_of_pictures(place: Path) -> None:
 
 def test_export_of_the_best_epoch(place: Path) -> None:
     art, best = place / "art", place / "art" / "run" / "checkpoints" / "best.safetensors"
-    with pytest.raises(OnnxTrainError, match="no best epoch yet"):
+    with pytest.raises(OnnxTrainError, match="no best checkpoint"):
         run("export", art, "--best", "-o", place / "best.onnx")
     run("train", art, "--data", place / "train.npz", "--epochs", 3, "--lr", 1.0, "--quiet")
     run("export", art, "--best", "-o", place / "best.onnx")
@@ -102,7 +102,7 @@ def test_export_of_the_best_epoch(place: Path) -> None:
     trainer = Trainer(art)
     trainer.load(best)
     np.testing.assert_allclose(scores, trainer.predict(image=image)["logits"], rtol=1e-5, atol=1e-5)
-    with pytest.raises(OnnxTrainError, match="two sets of weights"):
+    with pytest.raises(OnnxTrainError, match="--best and --checkpoint both select weights"):
         run("export", art, "--best", "--checkpoint", best, "-o", place / "x.onnx")
 
 

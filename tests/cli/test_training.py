@@ -57,8 +57,8 @@ def place(tmp_path: Path) -> Path:
         "--ema",
         0.9,
     )
-    assert "3 parameters, 75 numbers to train" in output
-    assert "a batch is x float32[batch, 6], labels int64[batch]" in output
+    assert "75 trainable parameters in 3 tensors" in output
+    assert "batch: x float32[batch, 6], labels int64[batch]" in output
     return tmp_path
 
 
@@ -86,7 +86,7 @@ def test_from_model_to_trained_model(place: Path) -> None:
         4,
     )
     assert "epoch 5/5  step 50  loss " in output
-    assert output.endswith("trained up to step 50\n")
+    assert output.endswith("trained to step 50\n")
     assert {p.name for p in (art / "run").iterdir()} >= {"metrics.csv", "metrics.jsonl", "loss.png"}
     after = json.loads(run("eval", art, "--data", test, "--json"))
     assert after["loss"] < before["loss"]
@@ -117,7 +117,7 @@ def test_resume(place: Path) -> None:
     run("train", art, *common, "--epochs", 2, "--checkpoint-every", 2)
     with pytest.raises(OnnxTrainError, match=r"already contains a run.*\nhint: resume=True"):
         run("train", art, *common, "--epochs", 3)
-    assert "trained up to step 15" in run("train", art, *common, "--epochs", 3, "--resume")
+    assert "trained to step 15" in run("train", art, *common, "--epochs", 3, "--resume")
     assert Trainer(art).global_step == 15
 
 
@@ -152,7 +152,7 @@ def test_sizes(place: Path) -> None:
     spec = Artifacts.load(place / "fixed", prefix="p_").manifest.model("step")
     assert spec is not None
     assert spec.inputs[0].shape == (16, 6)
-    with pytest.raises(PrepareError, match="not a size: 'batch'"):
+    with pytest.raises(PrepareError, match="invalid size 'batch'"):
         run("build", place / "model.onnx", "-o", place / "x", "--loss", "mse", "--dim", "batch")
 
 
@@ -264,5 +264,5 @@ def test_nothing_to_do(place: Path) -> None:
     common = ("train", place / "art", "--data", place / "train.npz", "--quiet")
     with pytest.raises(OnnxTrainError, match="epochs must be an integer of at least 1, got 0"):
         run(*common, "--epochs", 0)
-    with pytest.raises(OnnxTrainError, match=r"run: there is no checkpoint to go on from\nhint"):
+    with pytest.raises(OnnxTrainError, match=r"run: no checkpoint to resume from\nhint"):
         run(*common, "--resume")

@@ -56,7 +56,7 @@ def test_a_chat_is_learned_and_everything_is_written(folder: Path, tmp_path: Pat
     assert digests(folder) == before
     assert result.after["perplexity"] < 0.1 * result.before["perplexity"]
     assert result.after["perplexity"] == pytest.approx(np.exp(result.after["loss"]))
-    assert "2 of 8 lines left out: line 7: empty; line 8: not JSON" in result.notes[0]
+    assert "skipped 2 of 8 lines: line 7: empty; line 8: not JSON" in result.notes[0]
     assert len(result.samples) == 2
     assert set(result.files) == {"peft/", "adapter.onnx_adapter", "base/", "merged/"}
     question = CHAT[0]["messages"][:1]
@@ -156,7 +156,7 @@ def test_a_killed_run_goes_on_exactly(folder: Path, tmp_path: Path) -> None:
     other = start(tmp_path / "broken", "--resume", "--lora-rank", "4")
     output = other.communicate(timeout=120)[0]
     assert other.returncode == 1
-    assert "begun otherwise: lora_rank was 8, not 4" in output
+    assert "options changed: lora_rank was 8, now 4" in output
 
 
 def test_preview_shows_masks_and_trains_nothing(folder: Path, tmp_path: Path) -> None:
@@ -176,15 +176,15 @@ def test_preview_shows_masks_and_trains_nothing(folder: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"max_length": 500}, PrepareError, "max_length=500 is beyond the 128 positions"),
+        ({"max_length": 500}, PrepareError, "max_length=500 exceeds the 128 positions"),
         ({"targets": "qqq*"}, PrepareError, "qqq"),
         ({"lora_rank": 99}, PrepareError, "rank 99 is larger than a layer"),
         ({"lora_rank": -1}, PrepareError, "lora_rank must not be negative"),
-        ({"lora_rank": 4, "train": "norm"}, PrepareError, "train chooses weights"),
+        ({"lora_rank": 4, "train": "norm"}, PrepareError, "train cannot be used with adapters"),
         ({"epochs": 0}, PrepareError, "epochs must be at least 1"),
         ({"kind": "poetry"}, PrepareError, "unknown kind of model: 'poetry'"),
-        ({"kind": "vision"}, PrepareError, "a vision model takes images only"),
-        ({"validation": 1.5}, PrepareError, "a part below 1"),
+        ({"kind": "vision"}, PrepareError, "vision requires a model with one 4-D input"),
+        ({"validation": 1.5}, PrepareError, "a fraction in"),
         ({"validation": "missing.jsonl"}, LoadError, "cannot be read"),
         ({"tokenizer": "nowhere"}, LoadError, "tokenizer not found"),
     ],
@@ -203,14 +203,14 @@ def test_bad_data_is_refused_before_the_first_step(folder: Path, tmp_path: Path)
 
     with pytest.raises(OnnxTrainError, match="label 96 in row 0 is out of range"):
         tune({"input_ids": [[1, 2]], "labels": [[1, 96]]})
-    with pytest.raises(ShapeError, match="1 rows are longer than 8 tokens, row 0 first"):
+    with pytest.raises(ShapeError, match="1 rows have more than 8 tokens, first row 0"):
         tune({"input_ids": [[1] * 9]}, max_length=8)
-    with pytest.raises(PrepareError, match="does not learn from records of the format 'label'"):
+    with pytest.raises(PrepareError, match="does not support records with text, label"):
         tune([{"text": "a", "label": "b"}])
     with pytest.raises(LoadError, match="no such file or folder"):
         onnxtrain.finetune(tmp_path / "no", CHAT, tmp_path / "out")
     wide = genai_folder(write_tokenizer(tmp_path / "wide", 140), llama(layers=1))
-    with pytest.raises(PrepareError, match="tokenizer does not fit the model"):
+    with pytest.raises(PrepareError, match="tokenizer does not match the model"):
         onnxtrain.finetune(wide, CHAT, tmp_path / "out", **FAST)
     assert not (tmp_path / "out").exists()
 

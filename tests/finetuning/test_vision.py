@@ -42,7 +42,9 @@ def test_adapters_and_a_new_head_learn_classes_of_pictures(folder: Path) -> None
     )
     assert result.after["accuracy"] == 1.0
     assert json.loads((out / "labels.json").read_text()) == {"0": "cat", "1": "dog"}
-    assert any("the last layer is new: 2 classes, not 5" in n for n in result.notes)
+    assert any(
+        "replaced the classification head: 2 classes instead of 5" in n for n in result.notes
+    )
     red = np.full((1, 3, 8, 8), 0.2, np.float32)
     red[:, 0] = 0.8
     assert scores(out / "merged" / "vision.onnx", red).argmax() == 0
@@ -120,7 +122,7 @@ def test_bad_data_are_refused_before_training(folder: Path) -> None:
     table.write_text("image,label\npictures/cat/0.png,cat\nnothing.png,dog\n")
     refused(folder, "line 3: image .* does not exist")
     table.write_text("image,label\npictures/cat/0.png,cat\n")
-    refused(folder, "one class only: cat", PrepareError)
+    refused(folder, "at least two classes, got cat", PrepareError)
     table.write_text("a,b\n1,2\n")
     refused(folder, "no columns image and label")
     write_pictures(folder / "more")

@@ -60,24 +60,24 @@ def test_bad_lines_are_counted_and_named(tmp_path: Path) -> None:
     )
     records = read_records(path)
     assert [r.line for r in records.records] == [1, 4, 6, 8]
-    assert [line for line, _ in records.left_out] == [2, 3, 5, 7]
+    assert [line for line, _ in records.skipped] == [2, 3, 5, 7]
     note = records.note()
-    assert "4 of 8 lines left out: line 2: empty; line 3: not JSON" in note
+    assert "skipped 4 of 8 lines: line 2: empty; line 3: not JSON" in note
     assert "line 5: has txet" in note
-    assert "line 7: 'text' is no text" in note
+    assert "line 7: 'text' is not text" in note
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "there is nothing in it"),
-        ([{"text": "a"}, "x", "y"], "2 of 3 lines left out: line 2"),
+        ([], "no records"),
+        ([{"text": "a"}, "x", "y"], "skipped 2 of 3 lines: line 2"),
         ([{"text": "a"}, {"prompt": "a", "completion": "b"}], "several formats.*line 2.*line 1"),
         (
             [{"messages": [{"role": "user", "content": "hi"}]}],
             "line 1: no message is from the assistant",
         ),
-        ([{"messages": "hi"}], "no list of messages"),
+        ([{"messages": "hi"}], "not a list of messages"),
         ([{"messages": [{"role": "user"}]}], "message 1 has no role"),
     ],
 )
@@ -107,7 +107,7 @@ def test_other_files(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="not a list of records"):
         read_records(tmp_path / "d.json")
     (tmp_path / "e.txt").write_bytes(b"fine\n\xff\xfe\n")
-    with pytest.raises(LoadError, match="not UTF-8 text, from line 2"):
+    with pytest.raises(LoadError, match="not UTF-8, first invalid byte in line 2"):
         read_records(tmp_path / "e.txt")
     with pytest.raises(LoadError, match="cannot be read"):
         read_records(tmp_path / "missing.jsonl")
@@ -192,17 +192,17 @@ def test_long_texts_go_on_and_long_prompts_are_told(tokenizer: Tokenizer) -> Non
     assert sum(len(e) for e in parts.examples) in (len(whole), len(whole) + 1)
     rows = [{"prompt": text, "completion": "x"}, {"prompt": "the cat", "completion": text}]
     made = make_examples(read_records(rows), tokenizer, max_length=16)
-    assert made.cut == (1, 2)
+    assert made.truncated == (1, 2)
     assert made.dropped == (1,)
     assert "1 without an answer (line 1)" in made.note()
-    with pytest.raises(PrepareError, match="no example has a token to learn"):
+    with pytest.raises(PrepareError, match="no example has a token to train on"):
         make_examples(read_records(rows[:1]), tokenizer, max_length=16)
 
 
 def test_a_tokenizer_that_does_not_fit_is_refused(tokenizer: Tokenizer) -> None:
     made = make_examples(read_records(["the cat"]), tokenizer, max_length=16)
     check_vocabulary(made, tokenizer.size, tokenizer)
-    with pytest.raises(PrepareError, match="tokenizer does not fit the model: line 1 has token"):
+    with pytest.raises(PrepareError, match="tokenizer does not match the model: line 1 has token"):
         check_vocabulary(made, 4, tokenizer)
 
 
@@ -250,7 +250,7 @@ def test_rows_are_padded_with_what_the_model_takes() -> None:
     assert batch["labels"].tolist() == [[5, 6, 7], [8, 9, IGNORE_INDEX]]
     assert not batch["token_type_ids"].any()
     assert collate([example(5, 6)], ["input_ids"], multiple=8)["input_ids"].shape == (1, 8)
-    with pytest.raises(ShapeError, match="the model takes pixel_values"):
+    with pytest.raises(ShapeError, match="unsupported inputs: pixel_values"):
         collate([example(1, 2)], ["input_ids", "pixel_values"])
 
 

@@ -1,4 +1,10 @@
-"""The commands of the command line."""
+"""The command line: ``register`` adds all commands to the app.
+
+main.py    the app, tracebacks and errors
+flags.py   arguments that several commands share, and flags from option dataclasses
+models.py  commands for models: build, plan, explain, grad, ops, lower, check, profiles, probe
+runs.py    commands for training: train, eval, profile, export, lr-find, finetune, federate
+"""
 
 import typer
 

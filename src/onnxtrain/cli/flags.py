@@ -1,7 +1,4 @@
-"""What several commands take.
-
-Commands whose flags are made of declared options.
-"""
+"""Arguments that several commands share, and flags generated from option dataclasses."""
 
 from __future__ import annotations
 
@@ -22,79 +19,82 @@ from onnxtrain.options import Flag, flags
 from onnxtrain.training import Trainer
 from onnxtrain.training.data_files import read_data
 
-Model = Annotated[Path, typer.Argument(help="An .onnx file.")]
+Model = Annotated[Path, typer.Argument(help="Path of the .onnx file.")]
 Wrt = Annotated[
     list[str] | None,
-    typer.Option("--wrt", help="Name or glob of an initializer or input; repeatable."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
-Directory = Annotated[Path, typer.Argument(help="A directory that `onnxtrain build` has made.")]
-Data = Annotated[
-    Path,
     typer.Option(
-        help="An .npz, .csv or .jsonl file, or a folder with a folder of pictures per class."
+        "--wrt", help="Initializers or inputs to differentiate for: name or glob; repeatable."
     ),
 ]
-Checkpoint = Annotated[
-    Path | None, typer.Option(help="Weights to take; else those in the directory.")
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Directory = Annotated[
+    Path, typer.Argument(help="Directory of artifacts, written by `onnxtrain build`.")
 ]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-Threads = Annotated[int | None, typer.Option(help="Threads to use; all cores by default.")]
+Data = Annotated[
+    Path,
+    typer.Option(help="An .npz, .csv, .tsv or .jsonl file, or a folder of images per class."),
+]
+Checkpoint = Annotated[
+    Path | None, typer.Option(help="Checkpoint to load. Default: the weights in the directory.")
+]
+Device = Annotated[str, typer.Option(help="Device: cpu or cuda.")]
+Threads = Annotated[int | None, typer.Option(help="Number of CPU threads. Default: all cores.")]
 _CLASSES = "classes:"
 
 
 def read_size(text: str) -> tuple[str, int]:
-    """Return name and number of ``batch=32``."""
+    """Parse a size such as ``batch=32``."""
     name, equals, value = text.partition("=")
     if not equals or not value.isdecimal():
-        raise PrepareError(f"not a size: {text!r}\nhint: --dim batch=32")
+        raise PrepareError(f"invalid size {text!r} (expected NAME=NUMBER)\nhint: --dim batch=32")
     return name, int(value)
 
 
 def read_trainer_data(trainer: Trainer, path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of a file or folder for a trainer.
+    """Read data for a trainer from a file or folder.
 
-    Where labels are texts, or folders of pictures, the trainer's checkpoints keep which number
-    stands for which: it is the same for training, validation and all later evaluation.
+    The trainer saves class names with its checkpoints, so that training, validation and later
+    evaluations use the same class indices.
     """
-    kept = {
-        name.removeprefix(_CLASSES): json.loads(str(texts))
-        for name, texts in trainer.properties.items()
+    classes = {
+        name.removeprefix(_CLASSES): json.loads(str(names))
+        for name, names in trainer.properties.items()
         if name.startswith(_CLASSES)
     }
-    data = read_data(path, trainer.batch_specs, kept)
-    for name, texts in data.classes.items():
-        trainer.properties[_CLASSES + name] = json.dumps(texts)
+    data = read_data(path, trainer.batch_specs, classes)
+    for name, names in data.classes.items():
+        trainer.properties[_CLASSES + name] = json.dumps(names)
     return data.arrays
 
 
 OptionValues = dict[str, Any]
-"""The options that were given, by name; those left out are not in it."""
+"""Values of the options that are present on the command line, by name."""
 Command = Callable[..., None]
 
 
-def flags_from(declared: type) -> Callable[[Command], Command]:
-    """Return a decorator that gives a command the flags of a dataclass of options.
+def flags_from(options: type) -> Callable[[Command], Command]:
+    """Return a decorator that adds a flag to a command for each field of an option dataclass.
 
-    The command gets their values as its first argument, of type :data:`Asked`. Its own parameters
-    come before the flags in the help text, or behind them if they are keyword-only.
+    The command gets the values as its first argument, of type :data:`OptionValues`. In the help
+    text the flags come after the command's own parameters, but before keyword-only ones.
     """
 
     def decorate(command: Command) -> Command:
-        known = flags(declared)
+        declared = flags(options)
         _, *own = inspect.signature(command, eval_str=True).parameters.values()
 
         @functools.wraps(command)
-        def run(**given: Any) -> None:
-            values = {name: given.pop(flag.name or name) for name, flag in known.items()}
-            command({n: v for n, v in values.items() if v not in (None, [])}, **given)
+        def run(**arguments: Any) -> None:
+            values = {name: arguments.pop(flag.name or name) for name, flag in declared.items()}
+            command({n: v for n, v in values.items() if v not in (None, [])}, **arguments)
 
         first = [p for p in own if p.kind is not p.KEYWORD_ONLY]
         last = [p for p in own if p.kind is p.KEYWORD_ONLY]
         parameters = [
             p.replace(kind=p.KEYWORD_ONLY)
-            for p in (*first, *(_flag_parameter(flag) for flag in known.values()), *last)
+            for p in (*first, *(_flag_parameter(flag) for flag in declared.values()), *last)
         ]
+        # typer reads the signature and the annotations of the function.
         run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         return run
@@ -104,7 +104,7 @@ def flags_from(declared: type) -> Callable[[Command], Command]:
 
 def _flag_parameter(flag: Flag) -> inspect.Parameter:
     assert flag.name is not None
-    # A switch has one name; of others, typer makes it.
+    # An explicit name stops typer from adding --no-NAME to a switch.
     names = [f"--{flag.name.replace('_', '-')}"] if flag.kind is bool else []
     kind = flag.kind if flag.default is not None else flag.kind | None
     required = flag.default is dataclasses.MISSING

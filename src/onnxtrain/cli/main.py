@@ -1,4 +1,4 @@
-"""The command line itself: version, tracebacks and errors; each command has a file beside this."""
+"""The ``onnxtrain`` command: the app, --version, --debug and error output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onnxtrain.cli import register
 from onnxtrain.errors import OnnxTrainError
 
 app = typer.Typer(
-    help="Differentiate and train ONNX models in standard operators.",
+    help="Differentiate, train and fine-tune ONNX models with ONNX Runtime.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -23,7 +23,7 @@ register(app)
 
 
 def main() -> None:
-    """Run the command line; errors are one readable block and exit code 1."""
+    """Run the command line; print errors without a traceback and exit with code 1."""
     debug = "--debug" in sys.argv
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     try:
@@ -45,13 +45,15 @@ def _print_version(wanted: bool) -> None:
 
 _Version = Annotated[
     bool,
-    typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True),
+    typer.Option(
+        "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
+    ),
 ]
 
 
 @app.callback()
 def _options(
     version: _Version = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Print tracebacks of errors.")] = False,
 ) -> None:
-    del version, debug  # one is printed by its callback, the other read in main
+    del version, debug  # The callback prints the version; main() reads --debug at any position.

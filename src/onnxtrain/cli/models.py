@@ -1,17 +1,4 @@
-"""``onnxtrain build``: from a model to a directory that trains.
-
-``onnxtrain plan``: the memory of a training run before it starts.
-
-``onnxtrain explain``: how each node is differentiated.
-
-``onnxtrain grad``: a model that computes gradients.
-
-``onnxtrain ops``: the operators of the standard, and of onnxruntime's own domain.
-
-``onnxtrain lower | check | profiles``: models for older opsets and smaller runtimes.
-
-``onnxtrain probe pack | run | profile``: what a runtime really does.
-"""
+"""Commands for models: build, plan, explain, grad, ops, lower, check, profiles and probe."""
 
 from __future__ import annotations
 
@@ -55,21 +42,21 @@ from onnxtrain.targets import BUNDLES, TARGETS
 def build(
     option_values: OptionValues,
     model: Model,
-    output: Annotated[Path, Option("--output", "-o", help="The directory to write.")],
+    output: Annotated[Path, Option("--output", "-o", help="Output directory.")],
     *,
-    lr: Annotated[float | None, Option(help="Learning rate to start with.")] = None,
+    lr: Annotated[float | None, Option(help="Initial learning rate.")] = None,
     loss_output: Annotated[
-        str | None, Option(help="The output that the loss looks at, if there are several.")
+        str | None, Option(help="Model output for the loss. Required if several outputs match.")
     ] = None,
     placement: Annotated[
-        bool, Option("--placement", help="Tell which nodes would leave the GPU.")
+        bool, Option("--placement", help="List the nodes that fall back from the GPU to the CPU.")
     ] = False,
-    prefix: Annotated[str, Option(help="In front of every file name.")] = "",
+    prefix: Annotated[str, Option(help="Prefix of all file names.")] = "",
     no_check: Annotated[
-        bool, Option("--no-check", help="Do not ask onnxruntime whether it takes the models.")
+        bool, Option("--no-check", help="Do not load the models with onnxruntime to check them.")
     ] = False,
 ) -> None:
-    """Write a directory of training artifacts for a model."""
+    """Build training artifacts for a model and write them to a directory."""
     target: str = option_values["target"]
     gpu = next((t for t in BUNDLES.get(target, (target,)) if t in GPUS), target)
     if placement and gpu not in GPUS:
@@ -92,8 +79,8 @@ def build(
     count = sum(
         a.size for n, a in artifacts.values.items() if n not in _weight_names(manifest.buffers)
     )
-    typer.echo(f"{output}: {len(manifest.parameters)} parameters, {count:,} numbers to train")
-    typer.echo(f"a batch is {batch}")
+    typer.echo(f"{output}: {count:,} trainable parameters in {len(manifest.parameters)} tensors")
+    typer.echo(f"batch: {batch}")
     for line in manifest.options["repairs"]:
         typer.echo(f"changed: {line}")
     if placement:
@@ -105,13 +92,13 @@ def _print_placement(artifacts: Artifacts, target: str) -> None:
         if not spec.is_for(target) or spec.role not in ("train", "step"):
             continue
         proto = artifacts.models[model_key(spec)]
-        leaving = nodes_off_gpu(proto, target)
-        moving = sum(bool(x.moved) for x in leaving)
+        on_cpu = nodes_off_gpu(proto, target)
+        copies = sum(bool(x.moved) for x in on_cpu)
         typer.echo(
-            f"placement on {target}, {spec.file}: {moving} of {len(proto.graph.node)} nodes leave "
-            f"the GPU with float tensors, {len(leaving) - moving} with numbers of the CPU"
+            f"placement on {target}, {spec.file}: {len(on_cpu)} of {len(proto.graph.node)} nodes "
+            f"run on the CPU, {copies} of them copy float tensors from the GPU"
         )
-        for entry in leaving:
+        for entry in on_cpu:
             typer.echo(f"  {entry}")
 
 
@@ -120,18 +107,26 @@ def _weight_names(weights: Any) -> set[str]:
 
 
 def plan(
-    model: Annotated[str, Argument(help="An .onnx file, or a directory that `build` has made.")],
-    memory: Annotated[str | None, Option(help="A budget: 2GB, 512MiB.")] = None,
-    tokens: Annotated[str | None, Option(help="Sequences and their length: 4x512.")] = None,
-    batch: Annotated[int | None, Option(help="The size of the batch.")] = None,
-    size: Annotated[list[str] | None, Option(help="A symbolic size: height=224.")] = None,
-    loss: Annotated[str | None, Option(help="As for build; found by itself if not given.")] = None,
-    optimizer: Annotated[str, Option(help="As for build.")] = "adamw",
-    recompute: Annotated[list[str] | None, Option(help="As for build: auto, or names.")] = None,
+    model: Annotated[
+        str, Argument(help="Path of an .onnx file, or directory of artifacts from `build`.")
+    ],
+    memory: Annotated[str | None, Option(help="Memory budget: 2GB, 512MiB.")] = None,
+    tokens: Annotated[str | None, Option(help="Batch size and sequence length: 4x512.")] = None,
+    batch: Annotated[int | None, Option(help="Batch size.")] = None,
+    size: Annotated[
+        list[str] | None, Option(help="Value of a symbolic size: height=224; repeatable.")
+    ] = None,
+    loss: Annotated[
+        str | None, Option(help="Loss, as for build. Default: chosen from the outputs.")
+    ] = None,
+    optimizer: Annotated[str, Option(help="Optimizer, as for build.")] = "adamw",
+    recompute: Annotated[
+        list[str] | None, Option(help="Activation checkpointing, as for build; repeatable.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict the peak of memory of training on the CPU, and tell what would fit a budget."""
-    again = recompute or []
+    """Estimate the peak memory of training on the CPU, and suggest settings for a budget."""
+    values = recompute or []
     report = plan_run(
         model,
         loss=loss,
@@ -140,7 +135,7 @@ def plan(
         tokens=tokens,
         batch=batch,
         sizes=dict(read_size(s) for s in size or ()),
-        recompute="auto" if again == ["auto"] else again,
+        recompute="auto" if values == ["auto"] else values,
     )
     typer.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
     report.check()
@@ -150,23 +145,28 @@ def explain(
     model: Model,
     wrt: Wrt = None,
     dim: Annotated[
-        list[str] | None, Option(help="Fix a size: batch=32, or by place: x[0]=1.")
+        list[str] | None,
+        Option(help="Value of a symbolic size: batch=32, or of a dimension: x[0]=1; repeatable."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show for each node whether and how it is differentiated, and what training would take."""
+    """Show how each node is differentiated, the parameters, and the cost of training."""
     report = explain_model(model, wrt or None, dims=dict(read_size(d) for d in dim or ()))
     typer.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
 
 
 def grad(
     model: Model,
-    output: Annotated[Path, Option("--output", "-o", help="Where to write the model.")],
+    output: Annotated[Path, Option("--output", "-o", help="Output .onnx file.")],
     wrt: Wrt = None,
-    of: Annotated[str | None, Option(help="A scalar output; else a vjp of all outputs.")] = None,
-    target: Annotated[str, Option(help=f"One of {', '.join(TARGETS)}.")] = "cpu",
+    of: Annotated[
+        str | None, Option(help="Scalar output to differentiate. Default: a VJP of all outputs.")
+    ] = None,
+    target: Annotated[
+        str, Option(help=f"Runtime to generate operators for: {', '.join(TARGETS)}.")
+    ] = "cpu",
 ) -> None:
-    """Write a model that computes gradients: of one scalar output, or vector-Jacobian products."""
+    """Write a model that computes the gradient of a scalar output, or a vector-Jacobian product."""
     if of is not None:
         result = gradients_of_output(model, wrt or None, of, target=target)
     else:
@@ -178,11 +178,15 @@ def grad(
 
 
 def ops(
-    domain: Annotated[str, Option(help="ai.onnx, or com.microsoft: onnxruntime's own.")] = "",
-    missing: Annotated[bool, Option("--missing", help="Only those we cannot handle.")] = False,
+    domain: Annotated[
+        str, Option(help="Operator domain: ai.onnx (the default) or com.microsoft.")
+    ] = "",
+    missing: Annotated[
+        bool, Option("--missing", help="List only operators that are not supported.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """List the operators of the ONNX standard, or of a domain, and how each is differentiated."""
+    """List the operators of a domain and how each is differentiated."""
     listed = [o for o in operators(domain) if o.how == "missing" or not missing]
     if as_json:
         typer.echo(
@@ -202,26 +206,27 @@ def ops(
 
 _Profile = Annotated[
     str | None,
-    Option(help="A runtime that `onnxtrain profiles` lists, or a profile or operator list file."),
+    Option(help="Runtime from `onnxtrain profiles`, or a profile or operator list file."),
 ]
 
 
 def lower(
     model: Model,
-    output: Annotated[Path, Option("--output", "-o", help="The .onnx file to write.")],
+    output: Annotated[Path, Option("--output", "-o", help="Output .onnx file.")],
     profile: _Profile = None,
-    opset: Annotated[int | None, Option(help="Of the result, 7 to 26.")] = None,
+    opset: Annotated[int | None, Option(help="Opset of the result, 7 to 26.")] = None,
     dim: Annotated[
-        list[str] | None, Option(help="A number for a symbolic size: batch=1; repeatable.")
+        list[str] | None, Option(help="Value of a symbolic size: batch=1; repeatable.")
     ] = None,
     verify: Annotated[
         bool, Option(help="Compare with the original on random inputs before writing.")
     ] = True,
     config: Annotated[
-        Path | None, Option(help="Also write the operator list of a reduced onnxruntime.")
+        Path | None,
+        Option(help="Also write a required-operators config for a reduced onnxruntime build."),
     ] = None,
 ) -> None:
-    """Write the model for an older opset or a smaller runtime."""
+    """Convert a model to an older opset or to the operators of a smaller runtime."""
     sizes = dict(read_size(d) for d in dim or [])
     result = lower_model(model, profile, opset=opset, dims=sizes, verify=verify)
     save(result, output)
@@ -237,24 +242,25 @@ def lower(
 
 def check(
     model: Model,
-    profile: Annotated[str, Option(help="A runtime that `onnxtrain profiles` lists, or a file.")],
+    profile: Annotated[str, Option(help="Runtime from `onnxtrain profiles`, or a profile file.")],
     as_json: Json = False,
 ) -> None:
-    """List the nodes that a runtime would not run, and why; exit code 1 if there are any."""
-    chosen = find_profile(profile)
-    if chosen is None:
-        raise LoweringError("a plain opset is no runtime to check for\nhint: onnxtrain profiles")
-    obstacles = unsupported_nodes(load(model), chosen)
+    """List the nodes that a runtime does not support; exit code 1 if there are any."""
+    runtime = find_profile(profile)
+    if runtime is None:
+        raise LoweringError(
+            f"{profile!r} is an opset, not a runtime\nhint: `onnxtrain profiles` lists runtimes"
+        )
+    unsupported = unsupported_nodes(load(model), runtime)
     if as_json:
-        rows = [{"node": p.node, "what": p.what, "why": p.why} for p in obstacles]
+        rows = [{"node": p.node, "what": p.what, "why": p.why} for p in unsupported]
         typer.echo(json.dumps(rows, indent=2))
     else:
-        for problem in obstacles:
+        for problem in unsupported:
             typer.echo(str(problem))
-        typer.echo(
-            f"{chosen.name}: {len(obstacles)} problem(s)" if obstacles else f"{chosen.name}: runs"
-        )
-    if obstacles:
+        count = len(unsupported)
+        typer.echo(f"{runtime.name}: {f'{count} problem(s)' if count else 'runs'}")
+    if unsupported:
         raise typer.Exit(1)
 
 
@@ -280,24 +286,24 @@ def profiles(as_json: Json = False) -> None:
         low, high = p.opset
         table.add_row(p.name, p.version, f"{low}-{high}", str(p.prefer), str(len(p.ops)))
     Console().print(table)
-    typer.echo("and opset-7 to opset-26: all operators of that opset")
+    typer.echo("also opset-7 to opset-26: all operators of that opset")
 
 
 probe = typer.Typer(
-    help="Record what a runtime really does with single nodes, and make a profile of it.",
+    help="Run single-node models on a runtime and create its profile.",
     no_args_is_help=True,
 )
-_Pack = Annotated[Path, Argument(help="The folder of a pack.")]
+_Pack = Annotated[Path, Argument(help="Folder of the test pack.")]
 
 
 @probe.command()
 def pack(
     folder: _Pack,
     opset: Annotated[
-        list[int] | None, Option(help="To spell nodes for; repeatable. Default: 7 to 26.")
+        list[int] | None, Option(help="Opset to write nodes for; repeatable. Default: 7 to 26.")
     ] = None,
 ) -> None:
-    """Write a pack of single-node models, with runners for Python, Node and browsers."""
+    """Write a pack of single-node models with runners for Python, Node and browsers."""
     listing = write_pack(folder, opset or ())
     operators = {n["op"] for n in listing["nodes"]}
     typer.echo(f"{folder}: {len(listing['nodes'])} nodes of {len(operators)} operators")
@@ -306,35 +312,45 @@ def pack(
 @probe.command()
 def run(
     folder: _Pack,
-    runtime: Annotated[str, Option(help="onnxruntime, tract or opencv.")],
-    output: Annotated[Path, Option("--output", "-o", help="The results, a .json file.")],
+    runtime: Annotated[str, Option(help="Runtime: onnxruntime, tract or opencv.")],
+    output: Annotated[Path, Option("--output", "-o", help="Output .json file for the results.")],
     provider: Annotated[
-        str, Option(help="Of onnxruntime: a node that it leaves to the CPU counts as refused.")
+        str,
+        Option(
+            help="Execution provider of onnxruntime. A node that runs on the CPU counts as "
+            "unsupported."
+        ),
     ] = "",
     python: Annotated[
-        str, Option(help="The Python that has the runtime; this one by default.")
+        str, Option(help="Python interpreter with the runtime. Default: this one.")
     ] = sys.executable,
 ) -> None:
-    """Run a pack in a runtime of Python; see the pack's probe.mjs and probe.html for others."""
+    """Run a pack with a Python runtime; probe.mjs and probe.html in the pack run it elsewhere."""
     typer.echo(run_pack(folder, runtime, output, provider=provider, python=python))
 
 
 @probe.command()
 def profile(
-    results: Annotated[Path, Argument(help="What a runner has written.")],
-    output: Annotated[Path, Option("--output", "-o", help="The profile, a .json file.")],
+    results: Annotated[Path, Argument(help="Results file, written by a runner.")],
+    output: Annotated[Path, Option("--output", "-o", help="Output .json file for the profile.")],
     base: Annotated[
-        str | None, Option(help="A profile, for what the pack does not tell: control flow, ...")
+        str | None,
+        Option(help="Profile for operators that the pack does not test, such as control flow."),
     ] = None,
-    name: Annotated[str | None, Option(help="Of the profile; the file's by default.")] = None,
+    name: Annotated[
+        str | None, Option(help="Name of the profile. Default: the name of the output file.")
+    ] = None,
 ) -> None:
-    """Make a profile of what a runner has found."""
-    known = None
+    """Create a profile from the results of a runner."""
+    base_profile = None
     if base is not None:
-        known = find_profile(base)
-        if known is None:
-            raise ProbeError(f"{base}: a plain opset is no base\nhint: onnxtrain profiles")
-    probed = build_profile(read_results(results), name or output.stem, known)
+        base_profile = find_profile(base)
+        if base_profile is None:
+            raise ProbeError(
+                f"--base {base} is an opset, not a runtime\n"
+                "hint: `onnxtrain profiles` lists runtimes"
+            )
+    probed = build_profile(read_results(results), name or output.stem, base_profile)
     write_text(output, format_profile(probed))
     versions = sum(len(entry.get("since", ())) for entry in probed["ops"].values())
     typer.echo(f"{output}: {len(probed['ops'])} operators, {versions} versions")

@@ -1,19 +1,4 @@
-"""``onnxtrain train``: a run over data in files.
-
-``onnxtrain eval``: loss and metrics over data in a file.
-
-``onnxtrain profile``: where the time of a step goes.
-
-``onnxtrain export``: the trained model, for any runtime.
-
-``onnxtrain lr-find``: a learning rate to begin with.
-
-``onnxtrain example``: files to try the other commands on.
-
-``onnxtrain finetune``: a model's own file, fine-tuned on texts or pictures.
-
-``onnxtrain federate init | serve``: a federation of Flower over artifacts.
-"""
+"""Commands for training: train, eval, profile, export, lr-find, example, finetune and federate."""
 
 from __future__ import annotations
 
@@ -59,20 +44,20 @@ def train(
     directory: Directory,
     data: Data,
     *,
-    seed: Annotated[int, Option(help="Of masks and of the order of the data.")] = 0,
-    quiet: Annotated[bool, Option("--quiet", help="Show nothing on the way.")] = False,
+    seed: Annotated[int, Option(help="Random seed for dropout and shuffling.")] = 0,
+    quiet: Annotated[bool, Option("--quiet", help="Do not show progress.")] = False,
     device: Device = "cpu",
     threads: Threads = None,
 ) -> None:
-    """Train artifacts; the trained weights become those of the directory."""
+    """Train artifacts and save the trained weights in their directory."""
     trainer = Trainer(directory, device=device, seed=seed, threads=threads)
     option_values = {"directory": directory / "run", "progress": not quiet, **option_values}
     if option_values.get("resume"):
         last = CheckpointRotation(option_values["directory"] / CHECKPOINTS).newest()
         if last is None:
             raise OnnxTrainError(
-                f"{option_values['directory']}: there is no checkpoint to go on from\n"
-                "hint: leave --resume out, or name the run's directory by --out"
+                f"{option_values['directory']}: no checkpoint to resume from\n"
+                "hint: remove --resume, or pass the run's directory: --out DIRECTORY"
             )
         trainer.properties = trainer.read(last).progress.properties
     arrays = read_trainer_data(trainer, data)
@@ -80,20 +65,22 @@ def train(
         option_values["validation"] = read_trainer_data(trainer, option_values["validation"])
     history = trainer.fit(arrays, **option_values)
     trainer.save(directory / trainer.manifest.checkpoint)
-    ending = f" ({history.stopped})" if history.stopped else ""
-    typer.echo(f"{directory}: trained up to step {trainer.global_step}{ending}")
+    reason = f" ({history.stopped})" if history.stopped else ""
+    typer.echo(f"{directory}: trained to step {trainer.global_step}{reason}")
 
 
 def evaluate(
     directory: Directory,
     data: Data,
     checkpoint: Checkpoint = None,
-    batch_size: Annotated[int | None, Option(help="256, or what the model is fixed to.")] = None,
+    batch_size: Annotated[
+        int | None, Option(help="Batch size. Default: 256, or the model's fixed batch size.")
+    ] = None,
     as_json: Json = False,
     device: Device = "cpu",
     threads: Threads = None,
 ) -> None:
-    """Print loss and metrics in evaluation mode."""
+    """Evaluate artifacts on data: print loss and metrics."""
     trainer = Trainer(directory, device=device, threads=threads)
     if checkpoint is not None:
         trainer.load(checkpoint)
@@ -108,14 +95,19 @@ def evaluate(
 def profile(
     directory: Directory,
     data: Annotated[
-        Path | None, Option(help="As for train; random inputs by default.", show_default=False)
+        Path | None, Option(help="Data, as for train. Default: random inputs.", show_default=False)
     ] = None,
-    batch_size: Annotated[int | None, Option(help="32, or the model's fixed batch size.")] = None,
+    batch_size: Annotated[
+        int | None, Option(help="Batch size. Default: 32, or the model's fixed batch size.")
+    ] = None,
     dim: Annotated[
-        list[str] | None, Option(help="A symbolic size of random inputs: length=128; repeatable.")
+        list[str] | None,
+        Option(help="Value of a symbolic size of random inputs: length=128; repeatable."),
     ] = None,
     steps: Annotated[int, Option(help="Number of steps to average over.")] = 10,
-    layout: Annotated[str, Option(help="auto, fused, separate or vector.")] = "auto",
+    layout: Annotated[
+        str, Option(help="Layout of the step models: auto, fused, separate or vector.")
+    ] = "auto",
     trace: Annotated[
         Path | None, Option(help="Chrome trace to write, for Perfetto or chrome://tracing.")
     ] = None,
@@ -123,7 +115,7 @@ def profile(
     device: Device = "cpu",
     threads: Threads = None,
 ) -> None:
-    """Show where the time of a training step goes; the artifacts do not change."""
+    """Profile training steps by operator and module, without changing the artifacts."""
     trainer = Trainer(directory, device=device, threads=threads, layout=layout)
     if data is None:
         sizes = dict(read_size(d) for d in dim or ())
@@ -140,26 +132,31 @@ def profile(
 
 def export(
     directory: Directory,
-    output: Annotated[Path, Option("--output", "-o", help="The .onnx file to write.")],
+    output: Annotated[Path, Option("--output", "-o", help="Output .onnx file.")],
     checkpoint: Checkpoint = None,
     best: Annotated[
-        bool, Option("--best", help="The best epoch of the run in DIRECTORY/run.")
+        bool, Option("--best", help="Export the best epoch of the run in DIRECTORY/run.")
     ] = False,
-    ema: Annotated[bool, Option("--ema", help="The moving average of the weights.")] = False,
-    fold: Annotated[bool, Option("--fold", help="Compute ahead what weights alone give.")] = False,
-    opset: Annotated[int | None, Option(help="Of the file, if not the model's own.")] = None,
+    ema: Annotated[bool, Option("--ema", help="Export the moving average of the weights.")] = False,
+    fold: Annotated[
+        bool, Option("--fold", help="Fold nodes that depend on weights only into constants.")
+    ] = False,
+    opset: Annotated[
+        int | None, Option(help="Opset of the file. Default: that of the model.")
+    ] = None,
 ) -> None:
-    """Write the inference model with the trained weights."""
+    """Export the inference model with the trained weights."""
     trainer = Trainer(directory)
     if best:
         if checkpoint is not None:
-            raise OnnxTrainError("--best and --checkpoint name two sets of weights")
+            raise OnnxTrainError(
+                "--best and --checkpoint both select weights\nhint: pass only one of them"
+            )
         checkpoint = directory / "run" / CHECKPOINTS / BEST
         if not checkpoint.exists():
             raise OnnxTrainError(
-                f"{checkpoint}: there is no best epoch yet\n"
-                "hint: a run with --out elsewhere has it there: --checkpoint OUT/checkpoints/"
-                + BEST
+                f"{checkpoint}: no best checkpoint\n"
+                f"hint: for a run with --out OUT: --checkpoint OUT/checkpoints/{BEST}"
             )
     if checkpoint is not None:
         trainer.load(checkpoint)
@@ -171,17 +168,21 @@ def lr_find(
     directory: Directory,
     data: Data,
     output: Annotated[
-        Path | None, Option("--output", "-o", help="A .png or .svg file for the curve.")
+        Path | None, Option("--output", "-o", help="Output .png or .svg file for the plot.")
     ] = None,
-    batch_size: Annotated[int | None, Option(help="32, or what the model is fixed to.")] = None,
-    lowest: Annotated[float, Option(help="The first learning rate.")] = 1e-6,
-    highest: Annotated[float, Option(help="The last one, unless the loss leaves before.")] = 1.0,
-    steps: Annotated[int, Option(help="How many batches.")] = 100,
+    batch_size: Annotated[
+        int | None, Option(help="Batch size. Default: 32, or the model's fixed batch size.")
+    ] = None,
+    lowest: Annotated[float, Option(help="Lowest learning rate to try.")] = 1e-6,
+    highest: Annotated[
+        float, Option(help="Highest learning rate to try; stops early if the loss diverges.")
+    ] = 1.0,
+    steps: Annotated[int, Option(help="Number of batches.")] = 100,
     as_json: Json = False,
     device: Device = "cpu",
     threads: Threads = None,
 ) -> None:
-    """Try growing learning rates in a short run; print the one at which the loss falls fastest."""
+    """Suggest a learning rate: increase it step by step and find where the loss falls fastest."""
     trainer = Trainer(directory, device=device, threads=threads)
     curve = find_lr(
         trainer,
@@ -194,17 +195,19 @@ def lr_find(
     if output is not None:
         curve.save(output)
     if as_json:
-        numbers = {"lrs": curve.lrs, "losses": curve.losses, "suggestion": curve.suggestion}
-        typer.echo(json.dumps(numbers))
+        result = {"lrs": curve.lrs, "losses": curve.losses, "suggestion": curve.suggestion}
+        typer.echo(json.dumps(result))
         return
     typer.echo(f"learning rate {curve.suggestion:.2g}")
     typer.echo(f"next: onnxtrain train {directory} --data {data} --lr {curve.suggestion:.2g}")
 
 
 def example(
-    folder: Annotated[Path, typer.Argument(help="Where to; made if it is not there.")] = Path(),
+    folder: Annotated[
+        Path, typer.Argument(help="Output folder; created if it does not exist.")
+    ] = Path(),
 ) -> None:
-    """Write a small net and drawn digits: model.onnx, train.npz, test.npz and train.csv."""
+    """Write an example model and data: model.onnx, train.npz, test.npz and train.csv."""
     with as_save_error(str(folder)):
         folder.mkdir(parents=True, exist_ok=True)
     digits_model(folder / "model.onnx")
@@ -224,80 +227,87 @@ def example(
 @flags_from(FineTuneOptions)
 def finetune(
     option_values: OptionValues,
-    model: Annotated[Path, Argument(help="An .onnx file, or the folder of a model.")],
-    data: Annotated[Path, Option(help="A .jsonl, .json, .csv or text file, or pictures.")],
-    output: Annotated[Path, Option("--output", "-o", help="The folder to write.")],
+    model: Annotated[Path, Argument(help="Path of an .onnx file, or folder of a model.")],
+    data: Annotated[
+        Path, Option(help="A .jsonl, .json, .csv or text file, or a folder of images per class.")
+    ],
+    output: Annotated[Path, Option("--output", "-o", help="Output folder.")],
     *,
     preview: Annotated[
-        bool, Option("--preview", help="Show three examples and what is learned; train nothing.")
+        bool, Option("--preview", help="Print three examples with their masks and exit.")
     ] = False,
-    quiet: Annotated[bool, Option("--quiet", help="Show nothing on the way.")] = False,
+    quiet: Annotated[bool, Option("--quiet", help="Do not show progress.")] = False,
 ) -> None:
-    """Fine-tune a language, text or vision model; write adapters and a model to serve."""
+    """Fine-tune a language, text or vision model; write adapters and a merged model."""
     options = FineTuneOptions(**option_values, progress=not quiet)
-    tuning = FineTuneRun(model, data, options)
+    run = FineTuneRun(model, data, options)
     if preview:
-        typer.echo(f"data: {tuning.task.summary()}")
-        for note in tuning.task.notes:
+        typer.echo(f"data: {run.task.summary()}")
+        for note in run.task.notes:
             typer.echo(f"note: {note}")
-        typer.echo(f"\n{tuning.task.preview()}")
+        typer.echo(f"\n{run.task.preview()}")
         return
-    tuning.run(output)
+    run.run(output)
 
 
 federate = typer.Typer(
-    help="Train artifacts on many machines with Flower, browser tabs among them.",
+    help="Federated training with Flower, on machines and in browser tabs.",
     no_args_is_help=True,
 )
 
 
 @federate.command()
 def init(
-    directory: Annotated[Path, Argument(help="The new project.")],
-    artifacts: Annotated[Path, Option(help="A directory that `onnxtrain build` has made.")],
+    directory: Annotated[Path, Argument(help="Directory of the new project.")],
+    artifacts: Annotated[
+        Path, Option(help="Directory of artifacts, written by `onnxtrain build`.")
+    ],
     data: Annotated[
-        Path | None, Option(help="An .npz file, for clients that have none of their own.")
+        Path | None, Option(help="An .npz file for clients without their own data.")
     ] = None,
-    clients: Annotated[int, Option(help="How many have to be there for a round.")] = 2,
-    rounds: Annotated[int, Option(help="How many rounds.")] = 10,
+    clients: Annotated[int, Option(help="Minimum number of clients per round.")] = 2,
+    rounds: Annotated[int, Option(help="Number of rounds.")] = 10,
 ) -> None:
-    """Write a project that `flwr run` takes, in a simulation or with machines of their own."""
+    """Write a Flower project for `flwr run`, as a simulation or on several machines."""
     for path in write_project(directory, artifacts, data, clients=clients, rounds=rounds):
         typer.echo(path)
 
 
 @federate.command()
 def serve(
-    page: Annotated[Path | None, Option(help="A folder with the page to serve.")] = None,
+    page: Annotated[Path | None, Option(help="Folder of the web page to serve.")] = None,
     artifacts: Annotated[
         Path | None, Option(help="Artifacts that the page trains, served as /artifacts.")
     ] = None,
     folder: Annotated[
-        list[str] | None, Option(help="Further folders to serve: /data=path; repeatable.")
+        list[str] | None, Option(help="Additional folder to serve: /data=path; repeatable.")
     ] = None,
-    port: Annotated[int, Option(help="Where pages are.")] = 8080,
-    host: Annotated[str, Option(help="Which interface pages are served on.")] = "127.0.0.1",
-    superlink_port: Annotated[int, Option(help="Of the SuperLink, for Python clients.")] = 8000,
+    port: Annotated[int, Option(help="Port of the web server.")] = 8080,
+    host: Annotated[str, Option(help="Host of the web server.")] = "127.0.0.1",
+    superlink_port: Annotated[
+        int, Option(help="Port of the SuperLink, for Python clients.")
+    ] = 8000,
     superlink_address: Annotated[
-        str, Option(help="Of a SuperLink that runs already; none is started then.")
+        str, Option(help="Address of a running SuperLink. Default: start one.")
     ] = "",
     database: Annotated[
-        Path | None, Option(help="Where the SuperLink remembers nodes when it is started again.")
+        Path | None, Option(help="File where the SuperLink stores its nodes between runs.")
     ] = None,
     origin: Annotated[
-        list[str] | None, Option(help="Of pages that others serve; repeatable.")
+        list[str] | None,
+        Option(help="Allowed origin of pages on other servers (CORS); repeatable."),
     ] = None,
     certificate: Annotated[
-        Path | None, Option(help="A .pem file: pages elsewhere than on localhost need HTTPS.")
+        Path | None, Option(help="TLS certificate (.pem); required outside localhost.")
     ] = None,
-    key: Annotated[Path | None, Option(help="Of the certificate.")] = None,
+    key: Annotated[Path | None, Option(help="Private key of the certificate.")] = None,
 ) -> None:
-    """Start a SuperLink, and a server through which pages reach it."""
-    given = {"/artifacts": artifacts, "/": page, **dict(map(_parse_served_folder, folder or ()))}
-    folders = {path: place for path, place in given.items() if place}
-    for place in folders.values():
-        if not place.is_dir():
-            raise OnnxTrainError(f"{place}: no such folder")
+    """Start a SuperLink and a web server that connects browser clients to it."""
+    paths = {"/artifacts": artifacts, "/": page, **dict(map(_parse_served_folder, folder or ()))}
+    folders = {url: path for url, path in paths.items() if path}
+    for path in folders.values():
+        if not path.is_dir():
+            raise OnnxTrainError(f"{path}: no such folder")
 
     def pages(address: str) -> None:
         scheme = "https" if certificate else "http"
@@ -320,8 +330,10 @@ def serve(
 
 
 def _parse_served_folder(text: str) -> tuple[str, Path]:
-    """Return path and folder of ``/data=path``."""
-    path, equals, place = text.partition("=")
-    if not equals or not path.startswith("/"):
-        raise OnnxTrainError(f"not a folder to serve: {text!r}\nhint: --folder /data=runs/data")
-    return path, Path(place)
+    """Return URL path and folder of ``/data=path``."""
+    url, equals, path = text.partition("=")
+    if not equals or not url.startswith("/"):
+        raise OnnxTrainError(
+            f"invalid folder {text!r} (expected /URL=PATH)\nhint: --folder /data=runs/data"
+        )
+    return url, Path(path)

@@ -1,4 +1,4 @@
-"""The options of :func:`onnxtrain.finetune`, declared once for API and command line."""
+"""Options of :func:`onnxtrain.finetune`, declared once for the API and the command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onnxtrain.options import Flag, option, unchanged
 
 
 def _path(value: Any) -> Any:
-    """Return what a file keeps of a path, or of data that came otherwise."""
+    """Return a path as a string; for other objects the name of their type."""
     if isinstance(value, str | os.PathLike):
         return os.fsdecode(value)
     return value if isinstance(value, float | None) else type(value).__name__
@@ -21,79 +21,128 @@ def _path(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FineTuneOptions:
-    """How a model is fine-tuned; the docstring of ``finetune`` tells what each option means."""
+    """Options of a fine-tuning run; see :func:`onnxtrain.finetune`."""
 
     kind: str | None = option(
         None,
-        Flag(str, "causal_lm, classification, embeddings or vision; told by the files."),
+        Flag(
+            str,
+            "Kind of model: causal_lm, classification, embeddings or vision. Default: detected.",
+        ),
         unchanged,
     )
     validation: Any = option(
-        None, Flag(str, "A file to validate on, or a part of the data such as 0.1."), _path
+        None,
+        Flag(str, "Validation file, or fraction of the data such as 0.1. Default: 0.05."),
+        _path,
     )
-    tokenizer: Any = option(None, Flag(Path, "The tokenizer's folder; the model's own."), _path)
+    tokenizer: Any = option(
+        None, Flag(Path, "Folder of the tokenizer. Default: that of the model."), _path
+    )
     lora_rank: int | None = option(
-        None, Flag(int, "Rank of the adapters; 8 for language models, 0 trains weights."), unchanged
+        None,
+        Flag(
+            int,
+            "LoRA rank; 0 trains the weights themselves. Default: 8 for language models, else 0.",
+        ),
+        unchanged,
     )
     lora_alpha: float | None = option(
-        None, Flag(float, "Adapters are scaled by alpha / rank; twice the rank."), unchanged
+        None,
+        Flag(float, "LoRA alpha: adapters are scaled by alpha / rank. Default: twice the rank."),
+        unchanged,
     )
     targets: str | Sequence[str] = option(
         (),
-        Flag(list[str], "attention (the default), all-linear, or names or globs; repeatable."),
+        Flag(
+            list[str],
+            "Layers that get an adapter: attention (the default), all-linear, or names or globs; "
+            "repeatable.",
+        ),
         lambda value: value if isinstance(value, str) else list(value),
     )
     train: str | Sequence[str] | None = option(
         None,
-        Flag(list[str], "Without adapters: bias, norm, last:2, or names or globs; repeatable."),
+        Flag(
+            list[str],
+            "Weights to train without adapters: bias, norm, last:2, or names or globs. "
+            "Default: all; repeatable.",
+        ),
         lambda value: list(value) if isinstance(value, list | tuple) else value,
     )
-    epochs: int = option(3, Flag(int, "How often to go through the data."))
-    batch_size: int = option(4, Flag(int, "Rows of a batch."), unchanged)
-    accumulate: int = option(1, Flag(int, "Batches that count as one."), unchanged)
+    epochs: int = option(3, Flag(int, "Number of training epochs."))
+    batch_size: int = option(4, Flag(int, "Examples per batch."), unchanged)
+    accumulate: int = option(1, Flag(int, "Gradient accumulation steps."), unchanged)
     lr: float | None = option(
-        None, Flag(float, "Learning rate; 2e-4 for adapters, 2e-5 for weights."), unchanged
+        None, Flag(float, "Learning rate. Default: 2e-4 for adapters, 2e-5 for weights."), unchanged
     )
-    schedule: str = option("cosine", Flag(str, "Of the learning rate."), unchanged)
-    warmup: float = option(0.03, Flag(float, "Steps, or a part of all steps."), unchanged)
-    optimizer: str = option("adamw", Flag(str, "adamw, lion ..."), unchanged)
-    clip: float | None = option(1.0, Flag(float, "Largest norm of the gradients."), unchanged)
+    schedule: str = option(
+        "cosine", Flag(str, "Learning rate schedule: constant, linear, cosine ..."), unchanged
+    )
+    warmup: float = option(
+        0.03, Flag(float, "Warm-up steps, or a fraction of all steps if below 1."), unchanged
+    )
+    optimizer: str = option("adamw", Flag(str, "Optimizer: adamw, lion ..."), unchanged)
+    clip: float | None = option(1.0, Flag(float, "Maximum gradient norm."), unchanged)
     max_length: int | None = option(
-        None, Flag(int, "Tokens of a row; 512, or what the model takes."), unchanged
+        None,
+        Flag(int, "Maximum tokens per example. Default: 512, or less if the model has a limit."),
+        unchanged,
     )
-    pack: bool = option(False, Flag(bool, "Several examples in a row."), unchanged)
-    learn_prompts: bool = option(False, Flag(bool, "Learn prompts, too."), unchanged)
+    pack: bool = option(
+        False, Flag(bool, "Pack several examples into one sequence of max-length."), unchanged
+    )
+    learn_prompts: bool = option(
+        False, Flag(bool, "Also train on prompts, not only on answers."), unchanged
+    )
     recompute: str | Sequence[str] = option(
-        (), Flag(list[str], "auto, or globs: keep less, compute again; repeatable.")
+        (),
+        Flag(
+            list[str],
+            "Activation checkpointing: auto, or scopes, nodes and boundaries by glob; repeatable.",
+        ),
     )
     prompts: Sequence[str] = option(
-        (), Flag(list[str], "A text to go on from, before and after; repeatable.", name="prompt")
+        (),
+        Flag(
+            list[str],
+            "Prompt to generate a sample from, before and after training; repeatable.",
+            name="prompt",
+        ),
     )
-    sample_tokens: int = option(40, Flag(int, "Length of these samples; 0 for none."))
+    sample_tokens: int = option(40, Flag(int, "Tokens per sample; 0 for no samples."))
     requantize: bool = option(
-        False, Flag(bool, "Round adapters into quantized weights of the merged model.")
+        False,
+        Flag(
+            bool,
+            "Merge adapters into quantized weights and quantize again. Default: keep adapters as "
+            "branches.",
+        ),
     )
     checkpoint_every: int = option(100, Flag(int, "Steps between checkpoints."))
-    resume: bool = option(False, Flag(bool, "Go on from the last checkpoint in the folder."))
-    seed: int = option(0, Flag(int, "Of adapters, masks and the order of the data."), unchanged)
-    device: str = option("cpu", Flag(str, "cpu or cuda."))
-    threads: int | None = option(None, Flag(int, "Threads to use; all cores by default."))
+    resume: bool = option(
+        False, Flag(bool, "Resume from the last checkpoint in the output folder.")
+    )
+    seed: int = option(0, Flag(int, "Random seed for adapters, dropout and shuffling."), unchanged)
+    device: str = option("cpu", Flag(str, "Device: cpu or cuda."))
+    threads: int | None = option(None, Flag(int, "Number of CPU threads. Default: all cores."))
     progress: bool | str = option(True)
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "accumulate", "checkpoint_every", "max_length"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise PrepareError(f"{name} must be at least 1: {value}")
+                raise PrepareError(f"{name} must be at least 1, got {value}")
         if self.train is not None and self.lora_rank:
             raise PrepareError(
-                "train chooses weights, and adapters leave them as they are\nhint: lora_rank=0"
+                "train cannot be used with adapters, which freeze the weights\n"
+                "hint: lora_rank=0 (--lora-rank 0)"
             )
         if self.lora_rank is not None and self.lora_rank < 0:
-            raise PrepareError(f"lora_rank must not be negative: {self.lora_rank}")
+            raise PrepareError(f"lora_rank must not be negative, got {self.lora_rank}")
 
     def completed(self, kind: str) -> FineTuneOptions:
-        """Return the options with what depends on the kind of model filled in."""
+        """Return the options with the defaults of a kind of model."""
         rank = self.lora_rank
         if rank is None:
             rank = 8 if kind == "causal_lm" and self.train is None else 0

@@ -1,8 +1,7 @@
-"""Fine-tuning of a model's own file: data, adapters, training, samples and files out.
+"""``finetune``: data, adapters, training, evaluation, samples and output files in one call.
 
-What a finished fine-tuning leaves: adapters for others, and a model to serve.
-
-What a run shows on the way: tokens per second, time of a step, perplexity.
+In this order: the files that a run writes, its progress display and metrics, then ``finetune`` and
+``FineTuneRun``, which runs the steps. The model is loaded and checked once, in ``inspect_model``.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _COMPANION_FILES = (
     *("added_tokens.json", "merges.txt", "vocab.json", "tokenizer.model"),
     "preprocessor_config.json",
 )
-"""Files that go with a model to where it is served."""
+"""Files beside a model that inference needs."""
 
 
 def write_outputs(
@@ -66,17 +65,17 @@ def write_outputs(
     *,
     requantize: bool = False,
 ) -> dict[str, str]:
-    """Write everything; return in words what lies where.
+    """Write the trained model; return a description of each file or folder.
 
-    A language model with adapters gives ``peft/``, ``adapter.onnx_adapter`` with ``base/`` and
-    ``merged/``. Anything else gives ``merged/``: the model with its trained weights.
+    Language models with adapters: ``peft/``, ``adapter.onnx_adapter`` with ``base/``, ``merged/``.
+    Other models with adapters: ``peft/`` and ``merged/``. Without adapters: ``merged/`` only.
     """
     written: dict[str, str] = {}
     merged = output / "merged" / folder.path.name
     merged.parent.mkdir(parents=True, exist_ok=True)
     if adapted is not None and not adapted.not_in_peft:
         adapted.export_peft(output / "peft", trainer, task_type=_PEFT_TASK_TYPES.get(folder.kind))
-        written["peft/"] = "the adapters, for PEFT on the torch original"
+        written["peft/"] = "adapters for PEFT"
     if adapted is not None and folder.kind == "causal_lm":
         if not adapted.dora:
             adapted.export_ort_adapter(output / "adapter.onnx_adapter", trainer)
@@ -84,29 +83,29 @@ def write_outputs(
             base.parent.mkdir(parents=True, exist_ok=True)
             adapted.export_ort_base(base)
             copy_companion_files(folder, base.parent)
-            written["adapter.onnx_adapter"] = "the same for onnxruntime and onnxruntime-genai"
-            written["base/"] = "the model with inputs for it"
-        how = "requantize" if requantize else "branch"
-        report = adapted.export_merged(merged, trainer, quantized=how)
-        written["merged/"] = f"a model to serve: {report}"
+            written["adapter.onnx_adapter"] = "adapters for onnxruntime and onnxruntime-genai"
+            written["base/"] = "base model for adapter.onnx_adapter"
+        quantized = "requantize" if requantize else "branch"
+        report = adapted.export_merged(merged, trainer, quantized=quantized)
+        written["merged/"] = f"model for inference; {report}"
     elif folder.kind == "causal_lm":
         save(with_trained_weights(folder, trainer), merged)
-        written["merged/"] = "a model to serve, with the trained weights"
+        written["merged/"] = "model for inference, with the trained weights"
     else:
         trainer.export(merged)
-        written["merged/"] = "a model to serve, with the trained weights"
+        written["merged/"] = "model for inference, with the trained weights"
     copy_companion_files(folder, merged.parent)
     return written
 
 
 def with_trained_weights(folder: ModelFolder, trainer: Trainer) -> ir.Model:
-    """Return the model of the folder, cache and all, with the trained weights in their places."""
+    """Return the original model, including its KV cache, with the trained weights."""
     model, _ = expose_weights(load(folder.model))
     for name, array in trainer.parameters.items():
-        place = model.graph.initializers[name]
-        assert place.const_value is not None
-        dtype = place.const_value.dtype
-        place.const_value = ir.Tensor(array.astype(dtype.numpy()), dtype, name=name)
+        x = model.graph.initializers[name]
+        assert x.const_value is not None
+        dtype = x.const_value.dtype
+        x.const_value = ir.Tensor(array.astype(dtype.numpy()), dtype, name=name)
     return model
 
 
@@ -118,7 +117,7 @@ _PEFT_TASK_TYPES = {
 
 
 def copy_companion_files(folder: ModelFolder, target: Path) -> None:
-    """Copy tokenizer and configuration to where a model was written."""
+    """Copy the tokenizer and configuration files of a model to another folder."""
     for name in _COMPANION_FILES:
         source = folder.folder / name
         if source.is_file():
@@ -126,88 +125,88 @@ def copy_companion_files(folder: ModelFolder, target: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a file of settings or results: whole, or the old one stays."""
+    """Write a JSON file atomically."""
     text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     write_files(repr(str(path)), {str(path.absolute()): bytes_writer(text.encode())})
 
 
-_FIRST = 2  # steps that are slower than the others
+_WARMUP_STEPS = 2  # The first steps allocate memory; a CUDA step is captured in the second one.
 
 
 class TokenDisplay:
-    """A display that counts tokens where others count samples."""
+    """A progress display that counts tokens instead of samples."""
 
     def __init__(self, inner: Display, batches: TokenBatches) -> None:
-        self._inner, self._batches, self._seen = inner, batches, 0
+        self._inner, self._batches, self._tokens = inner, batches, 0
 
     def start(self, epochs: int, total: int | None, done: int) -> None:
-        """Begin."""
-        self._seen = self._batches.tokens
+        """Start the display."""
+        self._tokens = self._batches.tokens
         self._inner.start(epochs, total, done)
 
     def step(self, epoch: int, loss: float, lr: float, samples: int) -> None:
-        """Show a batch."""
-        new, self._seen = self._batches.tokens - self._seen, self._batches.tokens
+        """Update the display after a batch."""
+        new, self._tokens = self._batches.tokens - self._tokens, self._batches.tokens
         self._inner.step(epoch, loss, lr, new)
 
     def line(self, text: str) -> None:
-        """Show a message."""
+        """Print a message."""
         self._inner.line(text)
 
     def stop(self) -> None:
-        """End."""
+        """Stop the display."""
         self._inner.stop()
 
 
 class ThroughputReporter(Callback):
-    """Tells after the first steps how long a step takes, and all of them."""
+    """Print the time per batch and the remaining time after the first batches."""
 
     def __init__(self, batches: TokenBatches) -> None:
         self._batches = batches
         self._started = self._steps = self._tokens = 0.0
         self.seconds: float | None = None
-        """Of a step."""
+        """Seconds per batch."""
         self.tokens_per_second: float | None = None
-        self._told = False
+        self._reported = False
 
     def on_start(self, run: Run) -> None:
-        """Begin."""
+        """Reset the number of steps."""
         self._steps = 0
 
     def on_step(self, run: Run, result: StepResult) -> None:
-        """Measure from the third step on."""
+        """Measure all batches after the warm-up."""
         self._steps += 1
         now = time.perf_counter()
-        if self._steps == _FIRST:
+        if self._steps == _WARMUP_STEPS:
             self._started, self._tokens = now, self._batches.tokens
-        if self._steps <= _FIRST:
+        if self._steps <= _WARMUP_STEPS:
             return
-        done = self._steps - _FIRST
-        self.seconds = (now - self._started) / done
+        measured = self._steps - _WARMUP_STEPS
+        self.seconds = (now - self._started) / measured
         self.tokens_per_second = (self._batches.tokens - self._tokens) / (now - self._started)
-        if not self._told and self._steps == _FIRST + 2:
-            self._told = True
-            left = "" if run.batches is None else self._left(run)
+        if not self._reported and self._steps == _WARMUP_STEPS + 2:
+            self._reported = True
+            remaining = "" if run.batches is None else self._remaining(run)
             run.show.line(
                 f"{self.seconds:.2f} s per batch, {self.tokens_per_second:,.0f} "
-                f"{self._batches.unit}/s{left}"
+                f"{self._batches.unit}/s{remaining}"
             )
 
-    def _left(self, run: Run) -> str:
+    def _remaining(self, run: Run) -> str:
         assert run.batches is not None
-        rest = run.batches * run.epochs - (run.epoch * run.batches + run.batch)
-        minutes, seconds = divmod(round(rest * (self.seconds or 0.0)), 60)
-        return f", {minutes} min {seconds:02d} s to go"
+        batches = run.batches * run.epochs - (run.epoch * run.batches + run.batch)
+        minutes, seconds = divmod(round(batches * (self.seconds or 0.0)), 60)
+        return f", {minutes} min {seconds:02d} s remaining"
 
 
 def show_perplexity(run: Run, record: Record) -> None:
-    """Show the perplexity of an epoch's validation."""
+    """Print the validation perplexity of an epoch."""
     if "val_loss" in record:
         run.show.line(f"  validation: perplexity {perplexity(record['val_loss']):.4g}")
 
 
 def perplexity(loss: float) -> float:
-    """Return ``e^loss``; infinity where that is too large.
+    """Return ``exp(loss)``; infinity if that overflows.
 
     >>> perplexity(0.0), perplexity(1e9)
     (1.0, inf)
@@ -219,8 +218,6 @@ def perplexity(loss: float) -> float:
 
 
 PrintLine = Callable[[str], None]
-"""Takes a line for the user."""
-
 
 SETTINGS, REPORT = "finetune.json", "report.json"
 _TASK_CLASSES = {
@@ -233,7 +230,7 @@ _TASK_CLASSES = {
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """What a model writes after a prompt, before and after training."""
+    """Generated text for a prompt, before and after training."""
 
     prompt: str
     before: str
@@ -242,16 +239,18 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class FineTuneResult:
-    """What a fine-tuning gave."""
+    """Results of a fine-tuning run."""
 
     history: History
     before: dict[str, float]
-    """Numbers of the validation before training; empty if there is none."""
+    """Validation loss and metrics before training; empty without validation data."""
     after: dict[str, float]
+    """Validation loss and metrics after training."""
     samples: tuple[Sample, ...]
     files: dict[str, str]
-    """What lies where in the folder, in words."""
+    """Files and folders in the output folder -> description."""
     notes: tuple[str, ...]
+    """Warnings about the model and the data."""
 
 
 def finetune(
@@ -288,62 +287,64 @@ def finetune(
     threads: int | None = None,
     progress: bool | str = True,
 ) -> FineTuneResult:
-    """Fine-tune an ONNX file on texts or images, and write adapters and a model to serve.
+    """Fine-tune an ONNX model on text or images; write adapters and a merged model.
 
-    Nothing of the model's own folder is changed.
+    Files of the original model do not change. Errors in model, data or options are raised before
+    the first step.
 
     Args:
-        model: an ``.onnx`` file, or its folder (as onnxruntime-genai and optimum write them).
+        model: an ``.onnx`` file, or a folder written by onnxruntime-genai or optimum.
         data: a file (``.jsonl``, ``.json``, ``.csv``, plain text), a list of records or texts, or
-            token ids (``{"input_ids": ..., "labels": ...}``). Of a vision model: a folder with a
-            folder of images for each class, a table with columns ``image`` and ``label``, or
-            arrays by the input's name and ``labels``.
-        output: the folder to write: ``peft/``, ``adapter.onnx_adapter``, ``merged/``, ``run/``.
-        kind: ``"causal_lm"``, ``"classification"``, ``"embeddings"`` or ``"vision"``; told by the
-            files.
-        validation: a file, or a part of the data such as 0.1; by default a twentieth of it.
-        tokenizer: the folder of the tokenizer; that of the model.
-        lora_rank: rank of the adapters; 8 for language models. 0 trains the weights themselves,
-            as is usual for encoders.
-        lora_alpha: adapters are scaled by ``alpha / rank``; twice the rank.
-        targets: which layers get adapters, those of attention by default: see
-            :func:`onnxtrain.lora`.
-        train: without adapters, which weights train: ``"bias"``, ``"norm"``, ``"last:2"``, names or
-            globs; all of them by default.
-        epochs: how often to go through the data.
-        batch_size: rows, records or pairs of a batch.
-        accumulate: batches that count as one.
-        lr: learning rate; 2e-4 for adapters, 2e-5 for weights.
-        schedule: of the learning rate.
-        warmup: steps, or a part of all steps if below 1.
-        optimizer: its name.
-        clip: the largest joint norm of the gradients.
-        max_length: tokens of a row; 512, or what the model takes.
-        pack: put several examples into a row.
-        learn_prompts: learn prompts and what users say, too.
-        recompute: what to compute again instead of keeping it: see :func:`onnxtrain.build`.
-        prompts: texts that the model goes on from before and after; by default, starts of examples.
-        sample_tokens: how long these samples are; 0 for none.
-        requantize: round adapters into quantized weights of the merged model; else they stay
-            branches beside them.
-        checkpoint_every: steps between checkpoints, besides the one after each epoch.
-        resume: go on from the last checkpoint in ``output``; the options must be the same, but
-            there may be more epochs.
-        seed: of adapters, masks and the order of the data.
+            token ids (``{"input_ids": ..., "labels": ...}``). For vision models: a folder with one
+            folder of images per class, a table with columns ``image`` and ``label``, or a dict with
+            arrays for the input and ``labels``.
+        output: the output folder: ``peft/``, ``adapter.onnx_adapter``, ``merged/``, ``run/``.
+        kind: ``"causal_lm"``, ``"classification"``, ``"embeddings"`` or ``"vision"``. Default:
+            detected from the files.
+        validation: a validation file, or a fraction of the data. Default: 0.05.
+        tokenizer: the folder of the tokenizer. Default: the folder of the model.
+        lora_rank: rank of the LoRA adapters; 0 trains the weights themselves. Default: 8 for
+            language models, 0 for other models.
+        lora_alpha: adapters are scaled by ``alpha / rank``. Default: twice the rank.
+        targets: layers that get an adapter, see :func:`onnxtrain.lora`. Default: ``"attention"``.
+        train: weights to train without adapters: ``"bias"``, ``"norm"``, ``"last:2"``, names or
+            globs. Default: all weights.
+        epochs: number of training epochs.
+        batch_size: examples per batch.
+        accumulate: gradient accumulation steps.
+        lr: learning rate. Default: 2e-4 for adapters, 2e-5 for weights.
+        schedule: learning rate schedule.
+        warmup: warm-up steps, or a fraction of all steps if below 1.
+        optimizer: name of the optimizer.
+        clip: maximum gradient norm.
+        max_length: maximum number of tokens per example. Default: 512, or the model's limit if that
+            is lower.
+        pack: pack several examples into one sequence of ``max_length``.
+        learn_prompts: also train on prompts and user messages, not only on answers.
+        recompute: activation checkpointing, see :func:`onnxtrain.build`.
+        prompts: prompts to generate samples from before and after training. Default: the beginnings
+            of two examples.
+        sample_tokens: number of tokens per sample; 0 for no samples.
+        requantize: merge adapters into quantized weights and quantize again. Default: the merged
+            model has them as branches.
+        checkpoint_every: steps between checkpoints; every epoch ends with a checkpoint too.
+        resume: resume from the last checkpoint in ``output``, with the same options. ``epochs`` may
+            be larger.
+        seed: random seed for adapters, dropout and shuffling.
         device: ``"cpu"`` or ``"cuda"``.
-        threads: of onnxruntime's pool; all cores by default.
+        threads: number of CPU threads. Default: all cores.
         progress: ``True``, ``"bar"``, ``"plain"`` or ``False``.
 
     Raises:
-        LoadError: model, tokenizer or data cannot be read.
-        PrepareError: they do not fit each other; always before the first step.
+        LoadError: if the model, the tokenizer or the data cannot be read.
+        PrepareError: if the options, the data and the model do not fit together.
     """
     options = from_arguments(FineTuneOptions, locals())
     return FineTuneRun(model, data, options).run(Path(output))
 
 
 class FineTuneRun:
-    """A fine-tuning that is prepared: data read, model known; nothing is built or written yet."""
+    """A fine-tuning run: ``__init__`` loads model and data, :meth:`run` trains and writes files."""
 
     def __init__(self, model: str | os.PathLike[str], data: Any, options: FineTuneOptions) -> None:
         self.folder: ModelFolder = inspect_model(model, options.kind)
@@ -355,8 +356,8 @@ class FineTuneRun:
             "data": os.fsdecode(data) if isinstance(data, str | os.PathLike) else "given",
         }
 
-    def prepared(self) -> tuple[Adapted | None, Artifacts]:
-        """Return the model with its adapters, if it has any, and what trains it."""
+    def build(self) -> tuple[Adapted | None, Artifacts]:
+        """Return the model with adapters, if there are any, and its training artifacts."""
         o, task = self.options, self.task
         source = task.model()
         adapted = None
@@ -381,94 +382,97 @@ class FineTuneRun:
         return adapted, artifacts
 
     def plan(self, adapted: Adapted | None, artifacts: Artifacts) -> list[str]:
-        """Return in words what will be done."""
+        """Return a summary of the run, to print before training."""
         o, folder = self.options, self.folder
-        trained = sum(artifacts.values[p.name].size for p in artifacts.manifest.parameters)
-        how = (
-            f"adapters of rank {o.lora_rank}" if adapted is not None else "the model's own weights"
-        )
+        trainable = sum(artifacts.values[p.name].size for p in artifacts.manifest.parameters)
+        what = "weights" if adapted is None else f"LoRA adapters of rank {o.lora_rank}"
         lines = [
-            f"model: {folder.path} ({folder.kind}, told by {folder.reason})",
+            f"model: {folder.path} ({folder.kind}, detected from {folder.reason})",
             f"data: {self.task.summary()}",
-            f"trains: {trained:,} numbers in {len(artifacts.manifest.parameters)} tensors, {how}",
-            f"run: {o.epochs} epochs, batches of {o.batch_size}"
+            f"trainable parameters: {trainable:,} in {len(artifacts.manifest.parameters)} tensors, "
+            + what,
+            f"run: {o.epochs} epochs, batch size {o.batch_size}"
             + (f" x {o.accumulate}" if o.accumulate > 1 else "")
             + f", {o.optimizer}, lr {o.lr:g}, {o.schedule}",
             *self._memory(artifacts),
         ]
         notes = [*self.task.notes, *(() if adapted is None else adapted.notes)]
         if adapted is not None and adapted.not_in_peft:
-            notes.append(f"no peft/: torch has {adapted.not_in_peft[0]} only as a part of others")
+            notes.append(
+                f"no peft/: torch packs {adapted.not_in_peft[0]} with other modules, "
+                "interleaved by head"
+            )
         return [*lines, *(f"note: {n}" for n in dict.fromkeys(notes))]
 
     def _memory(self, artifacts: Artifacts) -> list[str]:
-        """Return in words what a step of the largest batch takes, where that can be told."""
+        """Return a line with the peak memory of the largest batch; the estimate is for the CPU."""
         if self.options.device != "cpu":
             return []
-        sizes, words = self.task.memory_sizes()
-        return [f"memory: about {format_bytes(plan(artifacts, **sizes).peak)} at {words}"]
+        sizes, description = self.task.memory_sizes()
+        return [f"memory: about {format_bytes(plan(artifacts, **sizes).peak)} at {description}"]
 
     def run(self, output: Path) -> FineTuneResult:
-        """Train, and write everything to a folder."""
+        """Train, and write results to a folder."""
         o, task = self.options, self.task
         say = _line_printer(o.progress)
         self._check_settings(output)
-        adapted, artifacts = self.prepared()
+        adapted, artifacts = self.build()
         for line in self.plan(adapted, artifacts):
             say(line)
         output.mkdir(parents=True, exist_ok=True)
         write_json(output / SETTINGS, self._settings)
-        prompts, first = self._first_texts(say)
+        prompts, texts_before = self._generate_before(say)
         trainer = Trainer(artifacts, device=o.device, seed=o.seed, threads=o.threads)
-        held = task.batches(trainer.inputs, validation=True)
-        before = self._numbers(trainer, held)
+        validation = task.batches(trainer.inputs, validation=True)
+        before = self._evaluate(trainer, validation)
         if before:
             say(f"before: {_format_metrics(before)}")
-        history = self._fit(trainer, output, held)
-        after = self._numbers(trainer, held)
+        history = self._fit(trainer, output, validation)
+        after = self._evaluate(trainer, validation)
         files = write_outputs(trainer, adapted, self.folder, output, requantize=bool(o.requantize))
         if isinstance(task, ClassificationTask | VisionTask):
             write_json(output / "labels.json", dict(enumerate(task.classes)))
-            files["labels.json"] = "the classes by number"
-        samples = self._samples(prompts, first, output)
+            files["labels.json"] = "class names by index"
+        samples = self._samples(prompts, texts_before, output)
         result = FineTuneResult(history, before, after, samples, files, tuple(task.notes))
         self._report(result, output, say)
         return result
 
-    def _fit(self, trainer: Trainer, output: Path, held: Any) -> History:
+    def _fit(self, trainer: Trainer, output: Path, validation: Any) -> History:
         o, task = self.options, self.task
         batches = task.batches(trainer.inputs)
         assert batches is not None
-        causal = isinstance(task, CausalTask)
-        shown = display(o.progress, unit=batches.unit)
-        pace = ThroughputReporter(batches)
+        callbacks: list[Any] = [ThroughputReporter(batches)]
+        if isinstance(task, CausalTask):
+            callbacks.append(show_perplexity)
+        progress = display(o.progress, unit=batches.unit)
         return trainer.fit(
             batches,
             epochs=o.epochs,
             lr=o.lr,
             schedule=o.schedule,
             warmup=o.warmup,
-            validation=held,
-            callbacks=[pace, *([show_perplexity] if causal else [])],
-            progress=TokenDisplay(shown, batches) if o.progress else False,
+            validation=validation,
+            callbacks=callbacks,
+            progress=TokenDisplay(progress, batches) if o.progress else False,
             directory=output / "run",
             resume=o.resume,
             checkpoint_every=o.checkpoint_every,
         )
 
-    def _numbers(self, trainer: Trainer, held: Any) -> dict[str, float]:
-        """Return what the validation says of the weights of the moment."""
-        if held is None:
+    def _evaluate(self, trainer: Trainer, validation: Any) -> dict[str, float]:
+        """Return loss and metrics on the validation data; empty without validation data."""
+        if validation is None:
             return {}
-        numbers = trainer.evaluate(held).to_dict()
+        metrics = trainer.evaluate(validation).to_dict()
         if isinstance(self.task, CausalTask):
-            numbers["perplexity"] = perplexity(numbers["loss"])
-        return {n: float(v) for n, v in numbers.items()}
+            metrics["perplexity"] = perplexity(metrics["loss"])
+        return {n: float(v) for n, v in metrics.items()}
 
-    def _first_texts(self, say: PrintLine) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the prompts, and what the untrained model writes; neither if it cannot be run.
+    def _generate_before(self, say: PrintLine) -> tuple[list[list[int]], list[list[int]]]:
+        """Return prompts and generated tokens of the original model; empty if it does not run.
 
-        Training computes in float32 what the processor lacks kernels for, the file itself does not.
+        Training may still work: ``build`` upcasts 16-bit nodes that have no CPU kernel.
         """
         task = self.task
         if not isinstance(task, CausalTask) or not self.options.sample_tokens:
@@ -481,42 +485,38 @@ class FineTuneRun:
             say(f"note: {task.notes[-1]}")
             return [], []
         prompts = task.prompts()
-        return prompts, self._texts(decoder, prompts)
+        return prompts, self._generate(decoder, prompts)
 
-    def _texts(self, decoder: Decoder, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return the tokens that a model writes after each prompt, the likeliest ones."""
-        most = self.options.sample_tokens
-        room = self.folder.max_positions
+    def _generate(self, decoder: Decoder, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the tokens that a model generates for each prompt, by greedy decoding."""
+        max_positions = self.folder.max_positions
         assert isinstance(self.task, CausalTask)
-        ends = self.task.ends()
-        return [
-            generate_tokens(
-                decoder,
-                p,
-                most if room is None else max(0, min(most, room - len(p))),
-                Sampling(),
-                ends,
-            )
-            for p in prompts
-        ]
+        stop = self.task.stop_token_ids()
+        generated = []
+        for prompt in prompts:
+            max_tokens = self.options.sample_tokens
+            if max_positions is not None:
+                max_tokens = max(0, min(max_tokens, max_positions - len(prompt)))
+            generated.append(generate_tokens(decoder, prompt, max_tokens, Sampling(), stop))
+        return generated
 
     def _samples(
-        self, prompts: Sequence[list[int]], first: Sequence[list[int]], output: Path
+        self, prompts: Sequence[list[int]], before: Sequence[list[int]], output: Path
     ) -> tuple[Sample, ...]:
-        """Return the samples as text; the trained model is the merged one, as it will be served."""
+        """Return the samples as text, after training from the merged model that was written."""
         if not prompts:
             return ()
         merged = output / "merged" / self.folder.path.name
-        last = self._texts(make_decoder(merged, threads=self.options.threads), prompts)
-        pairs = zip(prompts, first, last, strict=True)
-        return tuple(Sample(*map(self._text, row)) for row in pairs)
+        after = self._generate(make_decoder(merged, threads=self.options.threads), prompts)
+        rows = zip(prompts, before, after, strict=True)
+        return tuple(Sample(*map(self._decode, row)) for row in rows)
 
-    def _text(self, ids: Sequence[int]) -> str:
+    def _decode(self, ids: Sequence[int]) -> str:
         tokenizer = self.task.tokenizer
         return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
 
     def _check_settings(self, output: Path) -> None:
-        """Refuse to go on with a run that was asked for otherwise."""
+        """Check that a resumed run has the options of the original run."""
         path = output / SETTINGS
         if not self.options.resume or not path.is_file():
             return
@@ -527,10 +527,10 @@ class FineTuneRun:
         now = json.loads(json.dumps(self._settings))
         changed = [n for n in now if n in stored and stored[n] != now[n]]
         if changed:
-            listing = ", ".join(f"{n} was {stored[n]!r}, not {now[n]!r}" for n in changed)
+            listing = ", ".join(f"{n} was {stored[n]!r}, now {now[n]!r}" for n in changed)
             raise OnnxTrainError(
-                f"{output}: this run was begun otherwise: {listing}\n"
-                "hint: resume with the same options, or choose another folder"
+                f"{output}: cannot resume, options changed: {listing}\n"
+                "hint: resume with the original options, or use another output folder"
             )
 
     def _report(self, result: FineTuneResult, output: Path, say: PrintLine) -> None:
@@ -551,9 +551,8 @@ class FineTuneRun:
         write_json(output / REPORT, report)
 
 
-def _format_metrics(numbers: dict[str, float]) -> str:
-    shown = {n: v for n, v in numbers.items() if n != "samples"}
-    return ", ".join(f"{n} {v:.4g}" for n, v in shown.items())
+def _format_metrics(metrics: dict[str, float]) -> str:
+    return ", ".join(f"{n} {v:.4g}" for n, v in metrics.items() if n != "samples")
 
 
 def _line_printer(progress: bool | str) -> PrintLine:

@@ -1,10 +1,9 @@
-"""What is learned: data of a format, the model made ready for it, and the loss.
+"""Tasks of fine-tuning: each turns data into batches, adapts the model and chooses a loss.
 
-The last layer of a classifier: made for other classes, and trained beside adapters.
-
-Encoders: classes of texts, and vectors of texts that belong together.
-
-Images: a model learns their classes.
+CausalTask          language models: messages, prompts with completions, or text
+ClassificationTask  encoders: texts with labels
+EmbeddingTask       encoders: pairs or triplets of texts
+VisionTask          image classifiers: images with labels
 """
 
 from __future__ import annotations
@@ -52,20 +51,17 @@ from onnxtrain.training.data import Batch, shuffled
 from onnxtrain.training.data_files import read_images, sorted_labels
 
 DEFAULT_MAX_LENGTH = 512
-_VALIDATION_FRACTION, _MIN_EXAMPLES, _MAX_VALIDATION = (
-    0.05,
-    20,
-    64,
-)  # of the data, if there is enough, for validation
+# Default validation split: 5 % of at least 20 examples. 64 examples keep an evaluation short.
+_VALIDATION_FRACTION, _MIN_EXAMPLES, _MAX_VALIDATION = 0.05, 20, 64
 
 
 class Task:
-    """Data and model of one kind of training."""
+    """Data, model and loss of one kind of fine-tuning."""
 
     loss: LossLike
     metrics: tuple[str, ...] = ()
     trained: tuple[str, ...] = ()
-    """Weights that train besides adapters."""
+    """Weights to train besides adapters, such as those of a new head."""
 
     def __init__(self, folder: ModelFolder, options: FineTuneOptions) -> None:
         self.folder, self.options = folder, options
@@ -73,28 +69,30 @@ class Task:
         self.tokenizer: Tokenizer | None = None
 
     @property
-    def length(self) -> int:
-        """The longest row.
+    def max_length(self) -> int:
+        """The maximum number of tokens per example.
 
         Raises:
-            PrepareError: it was asked for, and the model cannot have it.
+            PrepareError: if the option ``max_length`` exceeds the model's limit.
         """
-        asked, most = self.options.max_length, self.folder.max_positions
-        if asked is not None and most is not None and asked > most:
+        requested, limit = self.options.max_length, self.folder.max_positions
+        if requested is None:
+            return min(DEFAULT_MAX_LENGTH, limit or DEFAULT_MAX_LENGTH)
+        if limit is not None and requested > limit:
             raise PrepareError(
-                f"max_length={asked} is beyond the {most} positions of the model\n"
-                f"hint: max_length={most} is the most it takes"
+                f"max_length={requested} exceeds the {limit} positions of the model\n"
+                f"hint: max_length={limit}"
             )
-        return asked if asked is not None else min(DEFAULT_MAX_LENGTH, most or DEFAULT_MAX_LENGTH)
+        return requested
 
     @property
-    def pad(self) -> int:
-        """The token that rows are filled up with."""
-        known = None if self.tokenizer is None else self.tokenizer.id_of("pad_token")
-        return next((p for p in (known, self.folder.pad_token_id) if p is not None), 0)
+    def pad_token_id(self) -> int:
+        """The padding token; 0 if neither the tokenizer nor the model has one."""
+        own = None if self.tokenizer is None else self.tokenizer.id_of("pad_token")
+        return next((p for p in (own, self.folder.pad_token_id) if p is not None), 0)
 
     def read(self, data: Any) -> Records:
-        """Return the records of data, and take the tokenizer."""
+        """Read records, and load the tokenizer on the first call."""
         if self.tokenizer is None:
             self.tokenizer = Tokenizer(self.options.tokenizer or self.folder.folder)
         records = read_records(data)
@@ -111,74 +109,78 @@ class Task:
         return model
 
     def batches(self, names: Sequence[str], *, validation: bool = False) -> TokenBatches | None:
-        """Return the batches of training, or those of the validation, if there is one."""
+        """Return the batches for training or validation; ``None`` without validation data."""
         raise NotImplementedError
 
     @property
-    def largest(self) -> tuple[int, int]:
-        """The rows of a batch, and the length of the longest."""
+    def largest_batch(self) -> tuple[int, int]:
+        """Rows and tokens per row of the largest batch."""
         raise NotImplementedError
 
     def memory_sizes(self) -> tuple[dict[str, Any], str]:
-        """Return the sizes of the largest batch, for a plan and in words."""
-        rows, length = self.largest
+        """Return the largest batch as arguments of ``plan``, and its description."""
+        rows, length = self.largest_batch
         return {"tokens": f"{rows}x{length}"}, f"{rows} x {length} tokens"
 
     def preview(self) -> str:
-        """Return some examples in words."""
+        """Return a text with the first examples."""
         raise NotImplementedError
 
     def summary(self) -> str:
-        """Return in words what the data are."""
+        """Return a line with the size of the data."""
         raise NotImplementedError
 
 
+def _validation_summary(count: int) -> str:
+    return f"{count} for validation" if count else "no validation data"
+
+
 class CausalTask(Task):
-    """A language model learns to go on."""
+    """Train a language model to predict the next token."""
 
     loss = "causal_lm"
 
     def __init__(self, folder: ModelFolder, options: FineTuneOptions, data: Any) -> None:
         super().__init__(folder, options)
         self.records: Records | None = None
-        train, held = train_validation_split(self._examples(data, keep=True), options)
+        train, validation = train_validation_split(self._examples(data, keep=True), options)
         if isinstance(options.validation, str | os.PathLike) and not is_fraction(
             options.validation
         ):
-            held = self._examples(options.validation).examples
-        self.train, self.held = train, held
-        self.rows = pack(train, self.length) if options.pack else list(train)
+            validation = self._examples(options.validation).examples
+        self.train, self.validation = train, validation
+        self.rows = pack(train, self.max_length) if options.pack else list(train)
 
     def _examples(self, data: Any, *, keep: bool = False) -> Examples:
         if is_token_arrays(data):
             arrays = data if isinstance(data, Mapping) else {"input_ids": data}
             examples = from_arrays(arrays["input_ids"], arrays.get("labels"))
-            long = [e.line - 1 for e in examples.examples if len(e) > self.length]
+            long = [e.line - 1 for e in examples.examples if len(e) > self.max_length]
             if long:
                 raise ShapeError(
-                    f"{len(long)} rows are longer than {self.length} tokens, row {long[0]} first\n"
-                    "hint: cut the rows, or raise max_length"
+                    f"{len(long)} rows have more than {self.max_length} tokens, first row {long[0]}"
+                    "\nhint: truncate the rows or increase max_length"
                 )
             check_vocabulary(examples, self.folder.vocab_size)
             return examples
         records = self.read(data)
         if records.format not in ("messages", "completion", "text"):
             raise PrepareError(
-                f"a language model does not learn from records of the format {records.format!r}\n"
-                "hint: messages, prompt and completion, or text"
+                f"causal_lm does not support records with {', '.join(records.fields)}\n"
+                "hint: use messages, prompt and completion, or text"
             )
         assert self.tokenizer is not None
         if records.format == "messages" and not self.tokenizer.has_template:
-            self.notes.append("the model brings no chat template: a line per message, 'User: ...'")
-        made = make_examples(
-            records, self.tokenizer, max_length=self.length, prompt=self.options.learn_prompts
+            self.notes.append("the model has no chat template; using 'User: ...', 'Assistant: ...'")
+        examples = make_examples(
+            records, self.tokenizer, max_length=self.max_length, prompt=self.options.learn_prompts
         )
-        if made.note():
-            self.notes.append(f"{records.name}: {made.note()}")
-        check_vocabulary(made, self.folder.vocab_size, self.tokenizer)
+        if examples.note():
+            self.notes.append(f"{records.name}: {examples.note()}")
+        check_vocabulary(examples, self.folder.vocab_size, self.tokenizer)
         if keep:
             self.records = records
-        return made
+        return examples
 
     def for_training(self, model: CheckedModel) -> CheckedModel:
         """Return the model without its KV cache."""
@@ -186,80 +188,89 @@ class CausalTask(Task):
 
     def batches(self, names: Sequence[str], *, validation: bool = False) -> TokenBatches | None:
         """Return the batches."""
-        rows = self.held if validation else self.rows
+        rows = self.validation if validation else self.rows
         seed = None if validation else self.options.seed
         size = self.options.batch_size
         if not rows:
             return None
-        return TokenBatches(rows, names, batch_size=size, pad=self.pad, seed=seed)
+        return TokenBatches(rows, names, batch_size=size, pad=self.pad_token_id, seed=seed)
 
     @property
-    def largest(self) -> tuple[int, int]:
-        """The rows of a batch, and the length of the longest."""
+    def largest_batch(self) -> tuple[int, int]:
+        """Rows and tokens per row of the largest batch."""
         return min(self.options.batch_size, len(self.rows)), max(len(e) for e in self.rows)
 
     def preview(self) -> str:
-        """Return three examples with their masks."""
+        """Return the first three examples, with the tokens that count in the loss."""
         return preview(self.train, self.tokenizer)
 
     def summary(self) -> str:
-        """Return numbers of examples and tokens."""
+        """Return a line with the numbers of examples and tokens."""
         tokens, learned = (sum(map(f, self.train)) for f in (len, lambda e: e.learned))
         packed = f" in {len(self.rows)} rows" if self.options.pack else ""
-        held = f"; {len(self.held)} for validation" if self.held else "; no validation"
         return (
-            f"{len(self.train)} examples{packed}, {tokens:,} tokens, {learned:,} of them learned, "
-            f"at most {self.length} each{held}"
+            f"{len(self.train)} examples{packed}, {tokens:,} tokens, {learned:,} in the loss, "
+            f"max length {self.max_length}; {_validation_summary(len(self.validation))}"
         )
 
     def prompts(self) -> list[list[int]]:
-        """Return what samples go on from: the user's texts, or the start of some examples."""
+        """Return prompts for samples: those of the options, or the beginnings of two examples."""
         if self.options.prompts and self.tokenizer is not None:
             return [self.tokenizer.encode(text).ids for text in self.options.prompts]
-        starts = []
-        for e in (*self.held, *self.train)[:2]:
-            first = np.flatnonzero(e.labels == e.ids)
-            at = int(first[0]) if first.size and first[0] > 0 else min(8, max(1, len(e) // 4))
-            starts.append(e.ids[:at].tolist())
-        return starts
+        prompts = []
+        for e in (*self.validation, *self.train)[:2]:
+            # The prompt of the example, or a quarter of a plain text.
+            learned = np.flatnonzero(e.labels == e.ids)
+            has_prompt = learned.size and learned[0] > 0
+            length = int(learned[0]) if has_prompt else min(8, max(1, len(e) // 4))
+            prompts.append(e.ids[:length].tolist())
+        return prompts
 
-    def ends(self) -> set[int]:
-        """Return the tokens that end a text: the model's own, and that of an answer's end."""
-        ends = set(self.folder.eos_token_ids)
+    def stop_token_ids(self) -> set[int]:
+        """Return end-of-sequence tokens of model, tokenizer and chat template."""
+        ids = set(self.folder.eos_token_ids)
         if self.tokenizer is None:
-            return ends
+            return ids
         own = self.tokenizer.id_of("eos_token")
+        # The last special token of an answer ends the turn, whatever the configuration says.
         special = self.tokenizer.special_ids()
-        answer = [t for t in self.train[0].labels.tolist() if t in special]
-        return {*ends, *([] if own is None else [own]), *answer[-1:]}
+        in_answer = [t for t in self.train[0].labels.tolist() if t in special]
+        return {*ids, *([] if own is None else [own]), *in_answer[-1:]}
 
 
 def train_validation_split(
     examples: Examples, options: FineTuneOptions
 ) -> tuple[Sequence[Example], Sequence[Example]]:
-    """Return examples to learn from and those held back, by the seed."""
-    every, asked = examples.examples, options.validation
-    n = len(every)
-    if isinstance(asked, str | os.PathLike) and not is_fraction(asked):
-        return every, ()
-    if asked is None:
+    """Split examples at random into training and validation; all train if validation is a file."""
+    rows, requested = examples.examples, options.validation
+    n = len(rows)
+    if isinstance(requested, str | os.PathLike) and not is_fraction(requested):
+        return rows, ()
+    if requested is None:
         count = min(_MAX_VALIDATION, int(n * _VALIDATION_FRACTION)) if n >= _MIN_EXAMPLES else 0
     else:
-        part = float(os.fspath(asked) if isinstance(asked, os.PathLike) else asked)
-        if not 0.0 <= part < 1.0:
-            raise PrepareError(f"validation must be a file, or a part below 1: {part}")
-        count = round(n * part)
+        fraction = float(os.fspath(requested) if isinstance(requested, os.PathLike) else requested)
+        if not 0.0 <= fraction < 1.0:
+            raise PrepareError(
+                f"validation must be a file or a fraction in [0, 1), got {fraction:g}"
+            )
+        count = round(n * fraction)
     if not count:
-        return every, ()
+        return rows, ()
     if count >= n:
-        raise PrepareError(f"{n} examples are too few to hold {count} back")
+        raise PrepareError(
+            f"validation={requested} leaves no examples to train on: {n} examples in all\n"
+            "hint: use a smaller fraction or more data"
+        )
+    # An epoch that no run reaches: the split is independent of the order of training.
     order = shuffled(n, options.seed, 1 << 20)
-    held = set(order[:count].tolist())
-    return [e for i, e in enumerate(every) if i not in held], [every[i] for i in sorted(held)]
+    picked = set(order[:count].tolist())
+    train = [e for i, e in enumerate(rows) if i not in picked]
+    return train, [rows[i] for i in sorted(picked)]
 
 
 def is_fraction(value: Any) -> bool:
-    """Return whether a value stands for a part of the data, such as ``"0.1"``."""
+    """Return whether a value is a fraction of the data, such as ``"0.1"``, not a file."""
     try:
         float(os.fspath(value) if isinstance(value, os.PathLike) else value)
     except (TypeError, ValueError):
@@ -268,7 +279,7 @@ def is_fraction(value: Any) -> bool:
 
 
 def is_token_arrays(data: Any) -> bool:
-    """Return whether data are token ids already."""
+    """Return whether the data are token ids."""
     if isinstance(data, Mapping):
         return "input_ids" in data
     if isinstance(data, str | os.PathLike) or not hasattr(data, "__getitem__") or not len(data):
@@ -301,7 +312,7 @@ def with_classification_head(
 
 
 def head_weights(model: ir.Model) -> tuple[str, ...]:
-    """Return the weights of the last layer."""
+    """Return the weight and bias of the layer that computes the first output."""
     value = model.graph.outputs[0]
     while (node := value.producer()) is not None:
         weights = [x.name or "" for x in node.inputs if x is not None and x.is_initializer()]
@@ -309,12 +320,10 @@ def head_weights(model: ir.Model) -> tuple[str, ...]:
             return tuple(weights)
         if node.op_type == "Add" and weights:
             inner = next(x for x in node.inputs if x is not None and not x.is_initializer())
-            product = inner.producer()
-            if product is not None and product.op_type == "MatMul":
-                more = [
-                    x.name or "" for x in product.inputs if x is not None and x.is_initializer()
-                ]
-                return (*more, *weights)
+            matmul = inner.producer()
+            if matmul is not None and matmul.op_type == "MatMul":
+                inputs = [x for x in matmul.inputs if x is not None and x.is_initializer()]
+                return (*(x.name or "" for x in inputs), *weights)
         first = node.inputs[0] if node.inputs else None
         if first is None:
             break
@@ -322,11 +331,11 @@ def head_weights(model: ir.Model) -> tuple[str, ...]:
     return ()
 
 
-_MAX_CHARACTERS = 60
+_MAX_CHARACTERS = 60  # of a field in a preview
 
 
 class _EncoderTask(Task):
-    """Texts in groups."""
+    """Train an encoder on groups of texts: one text with a label, or a pair or triplet."""
 
     formats: tuple[str, ...] = ()
 
@@ -334,42 +343,40 @@ class _EncoderTask(Task):
         super().__init__(folder, options)
         self.records = self._read(data)
         self.groups = self._encoded(self.records)
-        self.train, self.held = self._split(options)
+        self.train, self.validation = self._split(options)
 
     def _read(self, data: Any) -> Records:
         records = self.read(data)
         if records.format not in self.formats:
             raise PrepareError(
-                f"{records.name} has records of the format {records.format!r}, not "
-                f"{' or '.join(self.formats)}\nhint: {self._hint()}"
+                f"{self.folder.kind} does not support records with {', '.join(records.fields)}\n"
+                f"hint: use {self._example_record()}"
             )
         return records
 
-    def _hint(self) -> str:
+    def _example_record(self) -> str:
         return '{"text": ..., "label": ...}'
 
     def _split(self, options: FineTuneOptions) -> tuple[list[int], list[int]]:
-        """Return the numbers of groups to learn from, and of those held back."""
+        """Return the indices of groups for training and for validation."""
         if options.validation is not None and not is_fraction(options.validation):
             first = len(self.records.records)
             more = self._read(options.validation)
             self.records = Records((*self.records.records, *more.records), (), self.records.name)
             self.groups += self._encoded(more)
             return list(range(first)), list(range(first, len(self.groups)))
-        numbers = Examples(tuple(_index_example(i) for i in range(len(self.groups))))
-        train, held = train_validation_split(numbers, options)
-        return [e.line for e in train], [e.line for e in held]
+        indices = Examples(tuple(_index_example(i) for i in range(len(self.groups))))
+        train, validation = train_validation_split(indices, options)
+        return [e.line for e in train], [e.line for e in validation]
 
     def _encoded(self, records: Records) -> list[list[Example]]:
-        groups, cut = [], 0
+        groups, truncated, length = [], 0, self.max_length
         for record in records.records:
             group = [self._example(text, record) for text in self._texts(record)]
-            cut += any(len(e) > self.length for e in group)
-            groups.append(
-                [Example(e.ids[: self.length], e.labels[: self.length], e.line) for e in group]
-            )
-        if cut:
-            self.notes.append(f"{records.name}: {cut} cut at {self.length} tokens")
+            truncated += any(len(e) > length for e in group)
+            groups.append([Example(e.ids[:length], e.labels[:length], e.line) for e in group])
+        if truncated:
+            self.notes.append(f"{records.name}: {truncated} examples truncated to {length} tokens")
         flat = Examples(tuple(e for group in groups for e in group))
         check_vocabulary(flat, self.folder.vocab_size, self.tokenizer)
         return groups
@@ -387,7 +394,7 @@ class _EncoderTask(Task):
 
     def batches(self, names: Sequence[str], *, validation: bool = False) -> TokenBatches | None:
         """Return the batches."""
-        picked = self.held if validation else self.train
+        picked = self.validation if validation else self.train
         labels = self._labels()
         if not picked:
             return None
@@ -396,19 +403,19 @@ class _EncoderTask(Task):
             None if labels is None else labels[picked],
             names,
             batch_size=self.options.batch_size,
-            pad=self.pad,
+            pad=self.pad_token_id,
             seed=None if validation else self.options.seed,
         )
 
     @property
-    def largest(self) -> tuple[int, int]:
-        """The rows of a batch, and the length of the longest."""
+    def largest_batch(self) -> tuple[int, int]:
+        """Rows and tokens per row of the largest batch."""
         groups = [self.groups[i] for i in self.train]
         rows = min(self.options.batch_size, len(groups)) * len(groups[0])
         return rows, max(len(e) for group in groups for e in group)
 
     def preview(self) -> str:
-        """Return three records in words."""
+        """Return the fields and lengths of the first three records."""
         lines = []
         for i in self.train[:3]:
             record = self.records.records[i]
@@ -420,17 +427,19 @@ class _EncoderTask(Task):
         return "\n".join(lines)
 
     def summary(self) -> str:
-        """Return how many records there are."""
-        held = f"; {len(self.held)} for validation" if self.held else "; no validation"
-        return f"{len(self.train)} records of the format {self.records.format!r}{held}"
+        """Return a line with the number of records."""
+        fields = ", ".join(self.records.fields)
+        validation = _validation_summary(len(self.validation))
+        return f"{len(self.train)} records with {fields}; {validation}"
 
 
 def _index_example(i: int) -> Example:
+    # train_validation_split splits examples; the line is the index of a group or an image.
     return Example(np.empty(0, np.int64), np.empty(0, np.int64), i)
 
 
 class ClassificationTask(_EncoderTask):
-    """An encoder learns classes of texts."""
+    """Train an encoder to classify texts."""
 
     formats = ("label",)
     loss = "cross_entropy"
@@ -440,18 +449,18 @@ class ClassificationTask(_EncoderTask):
         super().__init__(folder, options, data)
         known = {str(self.records.records[i].fields["label"]) for i in self.train}
         self.classes = sorted_labels(known)
-        if len(self.classes) < 2:
-            raise PrepareError(f"there is one class only: {', '.join(self.classes)}")
+        _check_classes(self.classes)
 
     def _labels(self) -> np.ndarray:
-        numbers = {name: i for i, name in enumerate(self.classes)}
-        unknown = [r for r in self.records.records if str(r.fields["label"]) not in numbers]
+        index = {name: i for i, name in enumerate(self.classes)}
+        unknown = [r for r in self.records.records if str(r.fields["label"]) not in index]
         if unknown:
             label, line = unknown[0].fields["label"], unknown[0].line
             raise PrepareError(
-                f"the validation has a class that training has not: {label!r} in line {line}"
+                f"unknown class {label!r} in validation data, line {line} "
+                f"(expected one of {', '.join(self.classes[:8])})"
             )
-        return np.array([numbers[str(r.fields["label"])] for r in self.records.records], np.int64)
+        return np.array([index[str(r.fields["label"])] for r in self.records.records], np.int64)
 
     def model(self) -> CheckedModel:
         """Return the model with one logit per class."""
@@ -468,12 +477,20 @@ class ClassificationTask(_EncoderTask):
         return CheckedModel(model)
 
     def summary(self) -> str:
-        """Return how many records and classes there are."""
-        return f"{super().summary()}, {len(self.classes)} classes: {', '.join(self.classes[:8])}"
+        """Return a line with the number of records and the classes."""
+        return f"{super().summary()}; {len(self.classes)} classes: {', '.join(self.classes[:8])}"
+
+
+def _check_classes(classes: Sequence[str]) -> None:
+    if len(classes) < 2:
+        raise PrepareError(
+            f"classification requires at least two classes, got {', '.join(classes) or 'none'}\n"
+            "hint: check the labels of the data"
+        )
 
 
 class EmbeddingTask(_EncoderTask):
-    """An encoder learns vectors of texts: near where they belong together."""
+    """Train an encoder on pairs of texts: similar texts get similar embeddings."""
 
     formats = ("pair", "triplet")
 
@@ -481,10 +498,12 @@ class EmbeddingTask(_EncoderTask):
         super().__init__(folder, options, data)
         self.loss = MultipleNegatives(parts=2 if self.records.format == "pair" else 3)
         if options.batch_size < 2:
-            raise PrepareError("batch_size must be at least 2: other pairs are what to tell from")
+            raise PrepareError(
+                "batch_size must be at least 2: the other pairs of a batch are the negatives"
+            )
 
-    def _hint(self) -> str:
-        return '{"anchor": ..., "positive": ...}, with or without "negative"'
+    def _example_record(self) -> str:
+        return '{"anchor": ..., "positive": ...}, optionally with "negative"'
 
     def _texts(self, record: Record) -> list[str]:
         return [str(v) for v in record.fields.values()]
@@ -495,18 +514,18 @@ class EmbeddingTask(_EncoderTask):
 
 
 LABELS = "labels"
-_DEFAULT_IMAGE_SIZE = 224  # of images, where nothing tells it
+_DEFAULT_IMAGE_SIZE = 224  # for symbolic sizes without a preprocessor_config.json
 
 
 class ImageBatches(TokenBatches):
-    """Batches of images with a label each.
+    """Batches of images with labels.
 
     Args:
-        images: all of them.
-        labels: one for each.
-        names: the input of the model, and the target.
-        batch_size: images of a batch.
-        seed: of the order; ``None`` keeps it.
+        images: all images, as the model expects them.
+        labels: the class index of each image.
+        names: names of the input and the target.
+        batch_size: images per batch.
+        seed: random seed for shuffling; ``None`` keeps the order.
     """
 
     unit = "images"
@@ -531,7 +550,7 @@ class ImageBatches(TokenBatches):
         )
 
     def batch(self, picked: Sequence[int]) -> Batch:
-        """Return some images as a batch."""
+        """Return the images with these indices as a batch."""
         rows = np.asarray(picked)
         self.tokens += len(rows)
         image = next(n for n in self.names if n != LABELS)
@@ -540,7 +559,7 @@ class ImageBatches(TokenBatches):
 
 
 class VisionTask(Task):
-    """A model learns classes of images: from folders, a table of paths, or arrays."""
+    """Train an image classifier on folders of images, a table of paths, or arrays."""
 
     loss = "cross_entropy"
     metrics = ("accuracy",)
@@ -551,14 +570,17 @@ class VisionTask(Task):
         self.image = self._input()
         self.classes: list[str] = []
         self.images, self.labels = self._read(data)
-        self.train, self.held = self._split(options)
+        self.train, self.validation = self._split(options)
 
     def _input(self) -> TensorSpec:
-        """Return the input for images; open sizes are those of the configuration."""
+        """Return the image input; symbolic sizes come from preprocessor_config.json."""
         inputs = [x for x in self._graph.inputs if len(S.dims_of(x) or ()) == 4]
         if len(self._graph.inputs) != 1 or not inputs:
             listing = ", ".join(S.describe_value(x) for x in self._graph.inputs)
-            raise PrepareError(f"a vision model takes images only, this one {listing}")
+            raise PrepareError(
+                f"vision requires a model with one 4-D input, got {listing}\n"
+                "hint: onnxtrain.build supports other models"
+            )
         (x,) = inputs
         sides = _image_size(self._settings())
         known = (None, 3, *sides)
@@ -583,62 +605,72 @@ class VisionTask(Task):
             return self._arrays(data)
         if not isinstance(data, str | os.PathLike):
             raise PrepareError(
-                f"images are a folder, a table of paths, or arrays, not {type(data).__name__}"
+                "image data must be a folder, a table of paths, or a dict of arrays, got "
+                f"{type(data).__name__}"
             )
         target = TensorSpec(LABELS, "int64", ("batch",), "target")
         classes = {LABELS: self.classes} if self.classes else {}
         read = read_images(Path(data), (self.image, target), classes)
         self.classes = list(read.classes[LABELS])
-        return self._normal(read.arrays[self.image.name]), read.arrays[LABELS]
+        return self._normalize(read.arrays[self.image.name]), read.arrays[LABELS]
 
     def _arrays(self, data: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Return arrays as they are given: images as the model takes them."""
-        wanted = {self.image.name, LABELS}
-        if set(data) != wanted:
-            raise PrepareError(f"arrays must be called {', '.join(sorted(wanted))}")
-        images, texts = np.asarray(data[self.image.name], np.float32), np.asarray(data[LABELS])
-        if len(images) != len(texts) or texts.ndim != 1:
-            raise ShapeError(f"{len(images)} images, labels of shape {list(texts.shape)}")
-        names = [str(t) for t in texts.tolist()]
+        """Return arrays without preprocessing."""
+        expected = {self.image.name, LABELS}
+        if set(data) != expected:
+            raise PrepareError(
+                f"unexpected arrays {', '.join(sorted(data))} (expected "
+                f"{', '.join(sorted(expected))})"
+            )
+        images, labels = np.asarray(data[self.image.name], np.float32), np.asarray(data[LABELS])
+        if len(images) != len(labels) or labels.ndim != 1:
+            raise ShapeError(
+                f"labels must have shape [{len(images)}], one per image, got {list(labels.shape)}"
+            )
+        names = [str(t) for t in labels.tolist()]
         self.classes = self.classes or sorted_labels(names)
-        strange = [n for n in names if n not in self.classes]
-        if strange:
-            raise PrepareError(f"the validation has a class that training has not: {strange[0]!r}")
+        unknown = [n for n in names if n not in self.classes]
+        if unknown:
+            raise PrepareError(
+                f"unknown class {unknown[0]!r} in validation data "
+                f"(expected one of {', '.join(self.classes[:8])})"
+            )
         return images, np.array([self.classes.index(n) for n in names], np.int64)
 
-    def _normal(self, images: np.ndarray) -> np.ndarray:
-        """Return images from 0 to 1 as the model's own preparation has them."""
+    def _normalize(self, images: np.ndarray) -> np.ndarray:
+        """Apply mean and standard deviation of preprocessor_config.json to images in [0, 1]."""
         settings = self._settings()
-        mean, deviation = settings.get("image_mean"), settings.get("image_std")
-        if not settings.get("do_normalize", mean is not None) or mean is None or deviation is None:
-            self._note("images are numbers from 0 to 1: no preprocessor_config.json says otherwise")
+        mean, std = settings.get("image_mean"), settings.get("image_std")
+        if not settings.get("do_normalize", mean is not None) or mean is None or std is None:
+            self._note(
+                "images are scaled to [0, 1] and not normalized: no preprocessor_config.json with "
+                "image_mean and image_std"
+            )
             return images
         axis = 1 if self.image.shape[1] in (1, 3) else 3
         shape = [-1 if i == axis else 1 for i in range(4)]
-        mean, deviation = (np.asarray(v, np.float32).reshape(shape) for v in (mean, deviation))
-        return (images - mean) / deviation
+        mean, std = (np.asarray(v, np.float32).reshape(shape) for v in (mean, std))
+        return (images - mean) / std
 
     def _note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
 
     def _split(self, options: FineTuneOptions) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers of images to learn from, and of those held back."""
-        if len(self.classes) < 2:
-            raise PrepareError(f"there is one class only: {', '.join(self.classes)}")
-        n, asked = len(self.labels), options.validation
-        if asked is not None and not is_fraction(asked):
-            images, labels = self._read(asked)
+        """Return the indices of images for training and for validation."""
+        _check_classes(self.classes)
+        n, requested = len(self.labels), options.validation
+        if requested is not None and not is_fraction(requested):
+            images, labels = self._read(requested)
             self.images = np.concatenate([self.images, images])
             self.labels = np.concatenate([self.labels, labels])
             return np.arange(n), np.arange(n, len(self.labels))
-        none = np.empty(0, np.int64)
-        numbers = Examples(tuple(Example(none, none, i) for i in range(n)))
-        train, held = (
+        indices = Examples(tuple(_index_example(i) for i in range(n)))
+        train, validation = (
             np.array([e.line for e in part], np.int64)
-            for part in train_validation_split(numbers, options)
+            for part in train_validation_split(indices, options)
         )
-        return train, held
+        return train, validation
 
     def model(self) -> CheckedModel:
         """Return the model with one logit per class."""
@@ -646,8 +678,8 @@ class VisionTask(Task):
         if not scores:
             listing = ", ".join(S.describe_value(y) for y in self._graph.outputs)
             raise PrepareError(
-                f"no output has a score per class: {listing}\n"
-                "hint: onnxtrain.build takes models of other tasks, with arrays"
+                f"vision requires an output with the shape [batch, classes], got {listing}\n"
+                "hint: onnxtrain.build supports other models"
             )
         named = next((y for y in scores if y.name == "logits"), scores[0])
         model, note = with_classification_head(
@@ -660,7 +692,7 @@ class VisionTask(Task):
 
     def batches(self, names: Sequence[str], *, validation: bool = False) -> TokenBatches | None:
         """Return the batches."""
-        picked = self.held if validation else self.train
+        picked = self.validation if validation else self.train
         if not len(picked):
             return None
         return ImageBatches(
@@ -672,29 +704,30 @@ class VisionTask(Task):
         )
 
     def memory_sizes(self) -> tuple[dict[str, Any], str]:
-        """Return the sizes of the largest batch, for a plan and in words."""
+        """Return the largest batch as arguments of ``plan``, and its description."""
         rows = min(self.options.batch_size, len(self.train))
-        return {"batch": rows}, f"{rows} images of {' x '.join(map(str, self.images.shape[1:]))}"
+        sizes = " x ".join(map(str, self.images.shape[1:]))
+        return {"batch": rows}, f"{rows} images of {sizes}"
 
     def preview(self) -> str:
-        """Return three images in words."""
+        """Return class, size and range of the first three images."""
         lines = []
         for i in self.train[:3]:
             image = self.images[i]
             sizes = " x ".join(map(str, image.shape))
             values = f"{image.min():.3g} to {image.max():.3g}"
-            lines.append(f"{self.classes[self.labels[i]]}: {sizes}, numbers from {values}")
+            lines.append(f"{self.classes[self.labels[i]]}: {sizes}, values from {values}")
         return "\n".join(lines)
 
     def summary(self) -> str:
-        """Return how many images and classes there are."""
-        held = f"; {len(self.held)} for validation" if len(self.held) else "; no validation"
+        """Return a line with the number of images and the classes."""
+        validation = _validation_summary(len(self.validation))
         names = ", ".join(self.classes[:8])
-        return f"{len(self.train)} images{held}, {len(self.classes)} classes: {names}"
+        return f"{len(self.train)} images; {validation}; {len(self.classes)} classes: {names}"
 
 
 def _image_size(settings: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Return height and width of images, if a configuration tells them."""
+    """Return height and width in a preprocessor configuration, if it has them."""
     size = settings.get("crop_size") or settings.get("size")
     if isinstance(size, int):
         return size, size

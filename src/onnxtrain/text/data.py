@@ -1,10 +1,10 @@
-"""Batches of examples: padded or packed, with all that a model takes besides the ids.
+"""Training data of transformers: files to records, records to token ids, token ids to batches.
 
-Records as token ids with the labels that are to be learned.
-
-Data as people have it: JSONL, CSV and plain text, line by line.
-
-What a model will be shown: some examples, and which of their tokens are learned.
+read_records   JSONL, JSON, CSV, TSV and plain text as ``Records``
+make_examples  records as ``Example``: token ids and labels, with prompts masked by -100
+pack, collate  several examples per row; padding, masks and positions
+TokenBatches   the batches of each epoch, for ``Trainer.fit``
+preview        examples as text, with the tokens that count in the loss
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RECORD_FORMATS: dict[str, tuple[str, ...]] = {
     "label": ("text", "label"),
     "text": ("text",),
 }
-"""What a record may hold, the first that fits."""
+"""Format -> required fields; a record has the first format that matches."""
 _FIELD_ALIASES = {
     "conversations": "messages",
     "instruction": "prompt",
@@ -59,89 +59,93 @@ _MAX_LISTED = 5
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One example: its fields, and where it stands."""
+    """One example: its fields and its line in the file."""
 
     format: str
-    """One of :data:`FORMS`."""
+    """A key of :data:`RECORD_FORMATS`."""
     fields: Mapping[str, Any]
     line: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Records:
-    """The records of a file, and the lines that are none."""
+    """The records of a file, and the lines that are skipped."""
 
     records: tuple[Record, ...]
-    left_out: tuple[tuple[int, str], ...]
+    skipped: tuple[tuple[int, str], ...]
     """Line and reason."""
     name: str
 
     @property
     def format(self) -> str:
-        """What all records hold."""
+        """The format of all records."""
         return self.records[0].format
 
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields of all records."""
+        return RECORD_FORMATS[self.format]
+
     def note(self) -> str:
-        """Return in words which lines were left out; empty if none was."""
-        if not self.left_out:
+        """Return a warning that lists skipped lines; empty if there are none."""
+        if not self.skipped:
             return ""
-        shown = "; ".join(f"line {n}: {why}" for n, why in self.left_out[:_MAX_LISTED])
-        more = len(self.left_out) - _MAX_LISTED
-        total = len(self.left_out) + len(self.records)
-        return f"{self.name}: {len(self.left_out)} of {total} lines left out: {shown}" + (
+        listing = "; ".join(f"line {n}: {reason}" for n, reason in self.skipped[:_MAX_LISTED])
+        more = len(self.skipped) - _MAX_LISTED
+        total = len(self.skipped) + len(self.records)
+        return f"{self.name}: skipped {len(self.skipped)} of {total} lines: {listing}" + (
             f"; and {more} more" if more > 0 else ""
         )
 
 
 def read_records(source: str | os.PathLike[str] | Iterable[Mapping[str, Any] | str]) -> Records:
-    """Return the records of a file, or of a list of dicts or texts.
+    """Read records from a file, or from a list of dicts or texts.
 
-    ``.jsonl`` has an object per line, ``.json`` a list of them, ``.csv`` and ``.tsv`` a header and
-    rows; anything else is plain text, with empty lines between its parts. Lines that cannot be read
-    are left out, and counted.
+    ``.jsonl`` has an object per line, ``.json`` a list of objects, ``.csv`` and ``.tsv`` a header
+    and rows. Other files are plain text with empty lines between records. Invalid lines are skipped
+    and listed by :meth:`Records.note`.
 
     Raises:
-        LoadError: the file cannot be read, nothing in it can be used, or more lines are bad than
-            good; or records of several formats are mixed.
+        LoadError: if the file cannot be read, has no records, mixes several formats, or has more
+            invalid than valid lines.
     """
     if isinstance(source, str | os.PathLike):
         path = Path(source)
         name, rows = str(path), _rows(path)
     else:
         name, rows = "the data", iter(enumerate(source, 1))
-    records, left_out = list[Record](), list[tuple[int, str]]()
+    records, skipped = list[Record](), list[tuple[int, str]]()
     for line, row in rows:
         record = row if isinstance(row, _InvalidRow) else _record(row, line)
         if isinstance(record, _InvalidRow):
-            left_out.append((line, record.why))
+            skipped.append((line, record.reason))
         else:
             records.append(record)
-    return _check_records(Records(tuple(records), tuple(left_out), name))
+    return _check_records(Records(tuple(records), tuple(skipped), name))
 
 
 def _check_records(read: Records) -> Records:
-    records, left_out = read.records, read.left_out
-    wanted = (
-        "\nhint: a line is a JSON object such as "
+    hint = (
+        "\nhint: each line is a JSON object such as "
         + json.dumps({"messages": [{"role": "user", "content": "..."}]})
         + ', {"prompt": ..., "completion": ...} or {"text": ...}'
     )
-    if not records and not left_out:
-        raise LoadError(f"{read.name}: there is nothing in it{wanted}")
-    if len(left_out) > len(records):
-        raise LoadError(f"{read.note()}{wanted}")
-    formats = {r.format: r.line for r in reversed(records)}
+    if not read.records and not read.skipped:
+        raise LoadError(f"{read.name}: no records{hint}")
+    if len(read.skipped) > len(read.records):
+        raise LoadError(f"{read.note()}{hint}")
+    formats = {r.format: r.line for r in reversed(read.records)}
     if len(formats) > 1:
-        listing = ", ".join(f"{format} (line {line})" for format, line in sorted(formats.items()))
+        listing = ", ".join(f"{name} (line {line})" for name, line in sorted(formats.items()))
         raise LoadError(
-            f"{read.name}: records of several formats: {listing}\nhint: one file holds one format"
+            f"{read.name}: records of several formats: {listing}\nhint: use one file per format"
         )
     return read
 
 
 @dataclasses.dataclass(frozen=True)
 class _InvalidRow:
-    why: str
+    reason: str
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -156,7 +160,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise LoadError(
-            f"{str(path)!r}: not UTF-8 text, from line {line} on\nhint: save it as UTF-8"
+            f"{str(path)!r}: not UTF-8, first invalid byte in line {line}\nhint: save it as UTF-8"
         ) from error
     ending = path.suffix.lower()
     if ending in (".jsonl", ".ndjson"):
@@ -188,20 +192,22 @@ def _json_list(text: str, path: Path) -> Iterator[tuple[int, Any]]:
     except ValueError as error:
         raise LoadError(f"{str(path)!r}: not JSON: {error}") from error
     if not isinstance(value, list):
-        raise LoadError(f"{str(path)!r}: not a list of records\nhint: a .jsonl has one per line")
+        raise LoadError(
+            f"{str(path)!r}: not a list of records\nhint: use .jsonl for one object per line"
+        )
     yield from enumerate(value, 1)
 
 
 def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
-    """Return the parts between empty lines, each with its first line's number."""
-    part, first = list[str](), 0
+    """Yield the paragraphs of a text with the number of their first line."""
+    paragraph, first = list[str](), 0
     for number, line in enumerate([*text.splitlines(), ""], 1):
         if line.strip():
-            first = first if part else number
-            part.append(line)
-        elif part:
-            yield first, "\n".join(part)
-            part = []
+            first = first if paragraph else number
+            paragraph.append(line)
+        elif paragraph:
+            yield first, "\n".join(paragraph)
+            paragraph = []
 
 
 def _record(row: Any, line: int) -> Record | _InvalidRow:
@@ -218,7 +224,7 @@ def _record(row: Any, line: int) -> Record | _InvalidRow:
 
 
 def _validated_record(format: str, fields: dict[str, Any], line: int) -> Record | _InvalidRow:
-    """Return a record whose fields are of the right type."""
+    """Return a record after checking the types of its fields."""
     if format == "messages":
         messages = _parse_messages(fields["messages"])
         return (
@@ -229,21 +235,21 @@ def _validated_record(format: str, fields: dict[str, Any], line: int) -> Record 
     texts = [n for n in fields if n != "label"]
     wrong = [n for n in texts if not isinstance(fields[n], str) or not fields[n].strip()]
     if wrong:
-        return _InvalidRow(f"{wrong[0]!r} is no text")
+        return _InvalidRow(f"{wrong[0]!r} is not text")
     return Record(format, fields, line)
 
 
 def _parse_messages(value: Any) -> list[dict[str, Any]] | _InvalidRow:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        return _InvalidRow("'messages' is no list of messages")
+        return _InvalidRow("'messages' is not a list of messages")
     messages = []
     for i, m in enumerate(value):
         if not isinstance(m, Mapping):
-            return _InvalidRow(f"message {i + 1} is no object")
+            return _InvalidRow(f"message {i + 1} is not an object")
         role, content = m.get("role", m.get("from")), m.get("content", m.get("value"))
         role = {"human": "user", "gpt": "assistant"}.get(str(role), role)
         if not isinstance(role, str) or not isinstance(content, str):
-            return _InvalidRow(f"message {i + 1} has no role, or its content is no text")
+            return _InvalidRow(f"message {i + 1} has no role or no text content")
         messages.append({**m, "role": role, "content": content})
     if not any(m["role"] == "assistant" for m in messages):
         return _InvalidRow("no message is from the assistant")
@@ -255,68 +261,71 @@ IGNORE_INDEX = -100
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """Tokens, and for each whether it is learned: the token itself, or -100."""
+    """Token ids with labels: the token itself, or -100 to ignore it in the loss."""
 
     ids: np.ndarray
     labels: np.ndarray
     line: int = 0
     positions: np.ndarray | None = None
-    """Where each token stands in its own text; counted from the start if ``None``."""
+    """Position ids; 0, 1, 2 ... if ``None``."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @property
     def learned(self) -> int:
-        """How many tokens are predicted: the first has none before it."""
+        """The number of tokens in the loss; the first token is never predicted."""
         return int((self.labels[1:] != IGNORE_INDEX).sum())
 
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """All examples of a data set, and what was cut or left out on the way."""
+    """The examples of a dataset, and the lines that were truncated or dropped."""
 
     examples: tuple[Example, ...]
-    cut: tuple[int, ...] = ()
-    """Lines whose end did not fit."""
+    truncated: tuple[int, ...] = ()
+    """Lines with more than ``max_length`` tokens."""
     dropped: tuple[int, ...] = ()
-    """Lines of which nothing is learned, mostly since the prompt alone is too long."""
+    """Lines without a token in the loss, mostly because the prompt alone is too long."""
 
     @property
     def tokens(self) -> int:
-        """How many there are."""
+        """The number of tokens."""
         return sum(len(e) for e in self.examples)
 
     @property
     def learned(self) -> int:
-        """How many of them are predicted."""
+        """The number of tokens in the loss."""
         return sum(e.learned for e in self.examples)
 
     def note(self) -> str:
-        """Return in words what was cut or left out; empty if nothing was."""
-        parts = []
-        for lines, what in ((self.cut, "cut at max_length"), (self.dropped, "without an answer")):
+        """Return a warning about truncated and dropped lines; empty if there are none."""
+        notes = []
+        for lines, what in (
+            (self.truncated, "truncated to max_length"),
+            (self.dropped, "dropped: no answer within max_length"),
+        ):
             if lines:
-                some = ", ".join(map(str, lines[:5])) + (" ..." if len(lines) > 5 else "")
-                parts.append(f"{len(lines)} {what} (line {some})")
-        return "; ".join(parts)
+                listing = ", ".join(map(str, lines[:5])) + (" ..." if len(lines) > 5 else "")
+                notes.append(f"{len(lines)} {what} (line {listing})")
+        return "; ".join(notes)
 
 
 def make_examples(
     records: Records, tokenizer: Tokenizer, *, max_length: int, prompt: bool = False
 ) -> Examples:
-    """Return the tokens of records, prompts masked.
+    """Tokenize records and mask prompts in the labels.
 
     Args:
         records: conversations, prompts with completions, or texts.
-        tokenizer: of the model.
-        max_length: longer examples are cut; plain texts go on in another example.
-        prompt: learn prompts, too.
+        tokenizer: the tokenizer of the model.
+        max_length: longer examples are truncated; plain texts are split into several examples.
+        prompt: whether prompts count in the loss.
 
     Raises:
-        PrepareError: nothing is left to learn from.
+        PrepareError: if no example has a token in the loss.
     """
-    examples, cut, dropped = list[Example](), list[int](), list[int]()
+    examples, truncated, dropped = list[Example](), list[int](), list[int]()
     for record in records.records:
         example = _EXAMPLE_BUILDERS[record.format](record, tokenizer)
         if prompt:
@@ -326,21 +335,21 @@ def make_examples(
         else:
             parts = [_truncate(example, max_length)]
             if len(example) > max_length:
-                cut.append(record.line)
-        kept = [p for p in parts if p.learned]
-        examples += kept
-        if not kept:
+                truncated.append(record.line)
+        parts = [p for p in parts if p.learned]
+        examples += parts
+        if not parts:
             dropped.append(record.line)
     if not examples:
         raise PrepareError(
-            f"{records.name}: no example has a token to learn\n"
-            f"hint: prompts alone are longer than max_length={max_length}, or answers are empty"
+            f"{records.name}: no example has a token to train on\n"
+            f"hint: answers are empty, or prompts fill max_length={max_length}: increase it"
         )
-    return Examples(tuple(examples), tuple(cut), tuple(dropped))
+    return Examples(tuple(examples), tuple(truncated), tuple(dropped))
 
 
 def _split_windows(example: Example, length: int) -> list[Example]:
-    """Return a long text in parts."""
+    """Split a long text into windows of ``length`` tokens."""
     starts = range(0, max(1, len(example) - 1), length)
     return [
         Example(example.ids[i : i + length], example.labels[i : i + length], example.line)
@@ -358,7 +367,10 @@ def _text_example(record: Record, tokenizer: Tokenizer) -> Example:
 
 
 def _completion_example(record: Record, tokenizer: Tokenizer) -> Example:
-    """Return prompt and completion as one text, cut where the completion's characters start."""
+    """Tokenize prompt and completion as one text; mask tokens before the completion.
+
+    Character spans decide: two separate calls would tokenize the boundary differently.
+    """
     prompt, completion = record.fields["prompt"], record.fields["completion"]
     gap = "" if prompt[-1:].isspace() or completion[:1].isspace() else " "
     tokens = tokenizer.encode(prompt + gap + completion)
@@ -372,7 +384,7 @@ def _completion_example(record: Record, tokenizer: Tokenizer) -> Example:
 
 
 def _chat_example(record: Record, tokenizer: Tokenizer) -> Example:
-    """Return a conversation in which what the assistant says is learned, its end included."""
+    """Tokenize a conversation; only assistant turns count in the loss, with their end token."""
     messages = record.fields["messages"]
     text = tokenizer.chat(messages)
     spans = _assistant_spans(messages, text, tokenizer)
@@ -391,10 +403,10 @@ def _chat_example(record: Record, tokenizer: Tokenizer) -> Example:
 def _assistant_spans(
     messages: Sequence[dict[str, str]], text: str, tokenizer: Tokenizer
 ) -> list[tuple[int, int]]:
-    """Return where in the text the assistant's turns are.
+    """Return the character spans of the assistant turns.
 
-    A turn is what comes to the text with the message, behind the opening of the turn. Templates
-    that write earlier turns otherwise are searched for the words themselves.
+    A span is what the rendered text gains with the message, without the header of the turn. Some
+    templates render earlier turns differently: there the content itself is searched for.
     """
     spans, at = list[tuple[int, int]](), 0
     for i, message in enumerate(messages):
@@ -404,7 +416,7 @@ def _assistant_spans(
         try:
             before = tokenizer.chat(messages[:i], answer=True)
             after = tokenizer.chat(messages[: i + 1])
-        except PrepareError:  # some templates want a conversation to be complete
+        except PrepareError:  # Some templates reject incomplete conversations.
             pass
         if before and after.startswith(before) and text.startswith(after):
             spans.append((len(before), len(after)))
@@ -418,7 +430,7 @@ def _assistant_spans(
 
 
 def _append_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """Return tokens with the one that ends a text, if there is such a token."""
+    """Append the end-of-sequence token, if there is one and it is not there yet."""
     end = tokenizer.id_of("eos_token")
     return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
@@ -431,25 +443,25 @@ _EXAMPLE_BUILDERS = {
 
 
 def from_arrays(ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]] | None) -> Examples:
-    """Return examples of token ids; without labels all tokens are learned."""
+    """Return examples from token ids; without labels all tokens count in the loss."""
     rows = [np.asarray(row, np.int64) for row in ids]
-    wanted = rows if labels is None else [np.asarray(row, np.int64) for row in labels]
-    odd = [i for i, (a, b) in enumerate(zip(rows, wanted, strict=False)) if a.shape != b.shape]
-    if len(rows) != len(wanted) or odd or any(r.ndim != 1 for r in rows):
-        where = f" in row {odd[0]}" if odd else ""
+    targets = rows if labels is None else [np.asarray(row, np.int64) for row in labels]
+    unequal = [i for i, (a, b) in enumerate(zip(rows, targets, strict=False)) if a.shape != b.shape]
+    if len(rows) != len(targets) or unequal or any(r.ndim != 1 for r in rows):
+        where = f" in row {unequal[0]}" if unequal else ""
         raise ShapeError(f"ids and labels have different shapes{where}")
-    pairs = enumerate(zip(rows, wanted, strict=True), 1)
+    pairs = enumerate(zip(rows, targets, strict=True), 1)
     return Examples(tuple(Example(a, b, i) for i, (a, b) in pairs if len(a) > 1))
 
 
 def check_vocabulary(
     examples: Examples, size: int | None, tokenizer: Tokenizer | None = None
 ) -> None:
-    """Refuse tokens and labels that the model does not have.
+    """Check that tokens and labels are in the model's vocabulary.
 
     Raises:
-        PrepareError: the tokenizer does not fit the model.
-        LabelError: a token or label of the data is out of range.
+        PrepareError: if the tokenizer does not match the model.
+        LabelError: if a token or label of the data is out of range.
     """
     if size is None:
         return
@@ -461,13 +473,13 @@ def check_vocabulary(
         what, value = ("token", bad[0]) if bad.size else ("label", labels[0])
         if tokenizer is not None:
             raise PrepareError(
-                f"the tokenizer does not fit the model: line {e.line} has token {value}, the model "
-                f"knows 0 to {size - 1} (the tokenizer has {tokenizer.size})\n"
-                "hint: take the tokenizer.json that the model was exported with"
+                f"the tokenizer does not match the model: line {e.line} has token {value}, but the "
+                f"vocabulary has {size} tokens (the tokenizer {tokenizer.size})\n"
+                "hint: use the tokenizer.json that the model was exported with"
             )
         raise LabelError(
-            f"{what} {value} in row {e.line - 1} is out of range: the model knows 0 to {size - 1}\n"
-            f"hint: {IGNORE_INDEX} is the label that does not count"
+            f"{what} {value} in row {e.line - 1} is out of range: expected 0 to {size - 1}\n"
+            f"hint: {IGNORE_INDEX} is the label to ignore"
         )
 
 
@@ -475,17 +487,18 @@ _KNOWN_INPUTS = (INPUT_IDS, ATTENTION_MASK, POSITION_IDS, TOKEN_TYPE_IDS, LABELS
 
 
 def pack(examples: Sequence[Example], length: int) -> list[Example]:
-    """Return rows of at most ``length`` tokens with several examples in each.
+    """Pack examples into rows of at most ``length`` tokens.
 
-    The first token of an example is not predicted from the one before it, and positions start
-    again with each example. Attention still sees earlier examples of the row: a token that ends a
-    text tells them apart. Longest first, each into the fullest row that has room for it.
+    Position ids restart with each example, and its first token is not predicted. Attention still
+    sees earlier examples of the row; end-of-sequence tokens separate them. Best-fit decreasing:
+    the longest example first, each into the fullest row with enough room.
     """
     order = sorted(range(len(examples)), key=lambda i: (-len(examples[i]), i))
     rows: list[list[int]] = []
     room: list[int] = []
     for i in order:
         size = len(examples[i])
+        # Only the last 64 rows: searching all of them is quadratic in the number of examples.
         fits = [r for r in range(max(0, len(rows) - 64), len(rows)) if room[r] >= size]
         if fits:
             best = min(fits, key=lambda r: room[r])
@@ -511,25 +524,25 @@ def _concatenate_examples(parts: Sequence[Example]) -> Example:
 def collate(
     rows: Sequence[Example], names: Sequence[str], *, pad: int = 0, multiple: int = 1
 ) -> dict[str, np.ndarray]:
-    """Return the arrays of a batch by the names that a model has for them.
+    """Return a batch with the inputs and targets of a model.
 
-    Rows are filled up at the right, with labels that do not count. Mask, positions and types are
-    made where the model takes them.
+    Rows are padded on the right; labels of padding are -100.
 
     Args:
         rows: the examples.
-        names: inputs and targets of the model.
-        pad: the token that rows are filled up with.
-        multiple: lengths are rounded up to a multiple of this.
+        names: names of the model's inputs and targets.
+        pad: the padding token.
+        multiple: pad to a multiple of this length.
 
     Raises:
-        ShapeError: the model takes something that cannot be made.
+        ShapeError: if the model has other inputs.
     """
     unknown = [n for n in names if n not in _KNOWN_INPUTS]
     if unknown:
         raise ShapeError(
-            f"the model takes {', '.join(unknown)}, which does not follow from token ids\n"
-            "hint: onnxtrain.text.model_folder takes caches away; else give such inputs as arrays"
+            f"unsupported inputs: {', '.join(unknown)}\n"
+            "hint: onnxtrain.text.without_cache removes KV caches; pass other inputs as arrays to "
+            "Trainer.step"
         )
     length = -(-max(len(e) for e in rows) // multiple) * multiple
     shape = (len(rows), length)
@@ -539,24 +552,24 @@ def collate(
         n = len(e)
         ids[i, :n], mask[i, :n], labels[i, :n] = e.ids, 1, e.labels
         positions[i, :n] = np.arange(n) if e.positions is None else e.positions
-    made = {INPUT_IDS: ids, ATTENTION_MASK: mask, POSITION_IDS: positions, LABELS: labels}
-    made |= {TOKEN_TYPE_IDS: np.zeros(shape, np.int64), "cache_position": np.arange(length)}
-    return {name: made[name] for name in names}
+    arrays = {INPUT_IDS: ids, ATTENTION_MASK: mask, POSITION_IDS: positions, LABELS: labels}
+    arrays |= {TOKEN_TYPE_IDS: np.zeros(shape, np.int64), "cache_position": np.arange(length)}
+    return {name: arrays[name] for name in names}
 
 
 class TokenBatches:
-    """Batches of one epoch after the other, in an order that follows from seed and epoch.
+    """Batches of token ids for each epoch; seed and epoch decide their order.
 
-    ``trainer.fit(batches)`` takes it as a function from the epoch to its batches. A batch weighs as
-    much as it has tokens to learn, so that means over batches are means over tokens.
+    ``trainer.fit(batches)`` calls it with the epoch. The weight of a batch is its number of tokens
+    in the loss, so that averages over batches are averages over tokens.
 
     Args:
         rows: examples, packed or not.
-        names: inputs and targets of the model.
-        batch_size: rows of a batch.
-        pad: the token that rows are filled up with.
-        seed: of the order; ``None`` keeps the order of the rows.
-        multiple: lengths are rounded up to a multiple of this.
+        names: names of the model's inputs and targets.
+        batch_size: rows per batch.
+        pad: the padding token.
+        seed: random seed for shuffling; ``None`` keeps the order.
+        multiple: pad to a multiple of this length.
     """
 
     unit = "tokens"
@@ -573,12 +586,12 @@ class TokenBatches:
         multiple: int = 1,
     ) -> None:
         if batch_size < 1:
-            raise ShapeError(f"batch_size must be at least 1: {batch_size}")
+            raise ShapeError(f"batch_size must be at least 1, got {batch_size}")
         self.rows, self.names = list(rows), list(names)
         self.batch_size, self.seed = batch_size, seed
         self._pad, self._multiple = pad, multiple
         self.tokens = 0
-        """Of all batches that were made so far."""
+        """The tokens of all batches so far."""
 
     def __call__(self, epoch: int) -> EpochBatches:
         """Return the batches of an epoch."""
@@ -587,7 +600,7 @@ class TokenBatches:
         return EpochBatches(self, order)
 
     def batch(self, picked: Sequence[int]) -> Batch:
-        """Return some rows as a batch."""
+        """Return the rows with these indices as a batch."""
         rows = [self.rows[i] for i in picked]
         self.tokens += sum(len(e) for e in rows)
         arrays = collate(rows, self.names, pad=self._pad, multiple=self._multiple)
@@ -595,15 +608,15 @@ class TokenBatches:
 
 
 class GroupBatches(TokenBatches):
-    """Batches whose rows come in groups: texts with a label each, or pairs that stay together.
+    """Batches of groups of rows: a text with a label, or the texts of a pair or triplet.
 
     Args:
-        groups: the texts of each group, which stand behind each other in a batch.
-        labels: one per group, if there are any.
-        names: inputs and targets of the model.
-        batch_size: groups of a batch.
-        pad: the token that rows are filled up with.
-        seed: of the order; ``None`` keeps the order of the groups.
+        groups: the rows of each group; they are consecutive in a batch.
+        labels: one label per group, or ``None``.
+        names: names of the model's inputs and targets.
+        batch_size: groups per batch.
+        pad: the padding token.
+        seed: random seed for shuffling; ``None`` keeps the order.
     """
 
     def __init__(
@@ -628,7 +641,7 @@ class GroupBatches(TokenBatches):
         )
 
     def batch(self, picked: Sequence[int]) -> Batch:
-        """Return some groups as a batch."""
+        """Return the groups with these indices as a batch."""
         rows = [example for i in picked for example in self.groups[i]]
         self.tokens += sum(len(e) for e in rows)
         arrays = collate(rows, [n for n in self.names if n != LABELS], pad=self._pad)
@@ -638,7 +651,7 @@ class GroupBatches(TokenBatches):
 
 
 class EpochBatches:
-    """The batches of one epoch, made when they are asked for."""
+    """The batches of one epoch, created lazily."""
 
     def __init__(self, source: TokenBatches, order: np.ndarray) -> None:
         self._source, self._order = source, order
@@ -652,14 +665,14 @@ class EpochBatches:
             yield self._source.batch(self._order[i : i + size].tolist())
 
 
-_MAX_CHARACTERS = 400  # characters of one part
+_MAX_CHARACTERS = 400  # of a span in a preview
 
 
 def preview(examples: Sequence[Example], tokenizer: Tokenizer | None, count: int = 3) -> str:
-    """Return the first examples in words: what is read, and what is learned."""
+    """Return the first examples as text, with the tokens that count in the loss."""
     blocks = []
     for number, e in enumerate(examples[:count], 1):
-        title = f"example {number} (line {e.line}): {len(e)} tokens, {e.learned} learned"
+        title = f"example {number} (line {e.line}): {len(e)} tokens, {e.learned} in the loss"
         blocks.append("\n".join([title, *_format_spans(e, tokenizer)]))
     return "\n\n".join(blocks)
 
