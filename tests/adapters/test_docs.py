@@ -29,7 +29,9 @@ def served_with() -> Block:
     return block
 
 
-def test_adapters_and_files_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_adapter_page_runs_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     write(tmp_path, int4=True)
     monkeypatch.chdir(tmp_path)
     feeds = batch()
@@ -38,7 +40,7 @@ def test_adapters_and_files_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         exec(compile(program, "fine-tuning.md", "exec"), space)
     out = capsys.readouterr().out
     assert "LoRA rank 8 on model.onnx: 8 adapters" in out
-    assert "8 kept as a branch" in out
+    assert "8 kept as branches" in out
     assert {p.name for p in tmp_path.iterdir()} >= {
         *("adapter", "model.lora.onnx", "style.onnx_adapter", "merged.onnx")
     }

@@ -52,7 +52,7 @@ def run(model: onnx.ModelProto, **feeds: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_only_what_is_learned_reads_what_is_left(dora: bool) -> None:
+def test_only_branches_read_the_dropped_out_input(dora: bool) -> None:
     model = two_layers()
     options = {"rank": 2, "alpha": 3, "targets": ["first", "second"], "dora": dora}
     adapted = drawn(onnxtrain.lora(model, dropout=RATIO, **options))
@@ -86,7 +86,7 @@ def test_only_what_is_learned_reads_what_is_left(dora: bool) -> None:
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
-def test_convolutions_with_magnitudes_and_dropout() -> None:
+def test_dora_convolutions_with_dropout() -> None:
     options = {"rank": 2, "targets": ["first", "third"], "dora": True}
     with_dropout = drawn(onnxtrain.lora(conv_net(), dropout=RATIO, **options))
     without = drawn(onnxtrain.lora(conv_net(), **options))
@@ -100,7 +100,7 @@ def test_convolutions_with_magnitudes_and_dropout() -> None:
     np.testing.assert_allclose(run(none, x=x), run(ir.to_proto(without.plain), x=x), atol=1e-5)
 
 
-def test_a_model_with_magnitudes_and_dropout_trains_and_is_exact_without_drawing() -> None:
+def test_dora_with_dropout_trains_and_evaluates_exactly() -> None:
     options = {"rank": 2, "targets": ["first", "second"], "dora": True}
     x = np.random.default_rng(0).standard_normal((8, 6)).astype(np.float32)
     scores = []
@@ -113,7 +113,7 @@ def test_a_model_with_magnitudes_and_dropout_trains_and_is_exact_without_drawing
     np.testing.assert_allclose(scores[0], scores[1], atol=1e-5)
 
 
-def test_branches_beside_embeddings_drop_nothing(tmp_path) -> None:
+def test_embeddings_have_no_dropout(tmp_path) -> None:
     path = write(tmp_path).path
     adapted = onnxtrain.lora(path, 4, targets=["embed_tokens", "q_proj"], dropout=RATIO)
     dropped = [n for n in adapted.model.graph if n.op_type == "Dropout"]

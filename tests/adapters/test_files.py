@@ -50,7 +50,7 @@ def close(a: np.ndarray, b: np.ndarray, tolerance: float = 1e-5) -> None:
     assert np.abs(a - b).max() <= tolerance * np.abs(b).max()
 
 
-def test_a_peft_directory_has_its_names_and_layout(tmp_path):
+def test_peft_directories_have_peft_names_and_layout(tmp_path):
     path = write(tmp_path).path
     adapted = drawn(onnxtrain.lora(path, rank=4, targets=["q_proj", "embed_tokens"]))
     adapted.export_peft(tmp_path / "out", base_model="me/original", task_type="CAUSAL_LM")
@@ -70,7 +70,7 @@ def test_a_peft_directory_has_its_names_and_layout(tmp_path):
     assert config["base_model_name_or_path"] == "me/original"
 
 
-def test_targets_are_paths_where_last_names_would_say_too_much(tmp_path):
+def test_target_modules_are_paths_if_last_names_are_ambiguous(tmp_path):
     adapted = onnxtrain.lora(write(tmp_path).path, rank=4, targets="*.1.mlp.up_proj")
     adapted.export_peft(tmp_path / "out")
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
@@ -79,7 +79,7 @@ def test_targets_are_paths_where_last_names_would_say_too_much(tmp_path):
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 @pytest.mark.parametrize("options", [{}, {"dora": True}, {"rslora": True}], ids=str)
-def test_a_peft_directory_is_loaded_and_trained_further(tmp_path, family, options):
+def test_loaded_peft_adapters_continue_training(tmp_path, family, options):
     path = write(tmp_path, int4=True, family=family).path
     adapted = drawn(onnxtrain.lora(path, rank=4, targets="all-linear", **options))
     adapted.export_peft(tmp_path / "out")
@@ -92,7 +92,7 @@ def test_a_peft_directory_is_loaded_and_trained_further(tmp_path, family, option
     assert over.adapters == adapted.adapters
 
 
-def test_ranks_of_their_own_come_along(tmp_path):
+def test_rank_and_alpha_patterns_round_trip(tmp_path):
     path = write(tmp_path).path
     adapted = drawn(onnxtrain.lora(path, rank=4, targets=["q_proj", "o_proj"]))
     adapted.export_peft(tmp_path / "out")
@@ -115,7 +115,7 @@ def test_ranks_of_their_own_come_along(tmp_path):
     assert written["alpha_pattern"] == {own.module: 6}
 
 
-def test_damaged_directories_are_refused(tmp_path):
+def test_damaged_peft_directories_raise(tmp_path):
     path = write(tmp_path).path
     adapted = onnxtrain.lora(path, rank=4)
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -147,7 +147,7 @@ def test_damaged_directories_are_refused(tmp_path):
 
 @pytest.mark.parametrize("int4", [False, True], ids=["fp32", "int4"])
 @pytest.mark.parametrize("family", ["llama", "phi3"])
-def test_onnxruntime_serves_base_and_adapter(tmp_path, int4, family):
+def test_onnxruntime_runs_base_and_adapter(tmp_path, int4, family):
     path = write(tmp_path, int4=int4, family=family).path
     feeds = batch()
     adapted = drawn(onnxtrain.lora(path, rank=4, targets=["*_proj", "embed_tokens"]))
@@ -168,7 +168,7 @@ def test_onnxruntime_serves_base_and_adapter(tmp_path, int4, family):
     assert np.abs(served - run(path, feeds)).max() > 0.01
 
 
-def test_a_base_elsewhere_has_its_own_data(tmp_path):
+def test_a_base_in_another_folder_copies_external_data(tmp_path):
     path = write(tmp_path / "model").path
     adapted = drawn(onnxtrain.lora(path, rank=4))
     base = adapted.export_ort_base(tmp_path / "served" / "base.onnx")
@@ -228,7 +228,7 @@ def test_requantization_error_is_below_one_step(tmp_path):
     np.testing.assert_array_equal(frozen_weight(before[untouched]), frozen_weight(after[untouched]))
 
 
-def test_convolutions_are_folded_unless_grouped():
+def test_only_grouped_convolutions_stay_branches():
     adapted = drawn(onnxtrain.lora(conv_net(), rank=2, targets=["first", "second", "third"]))
     merged = adapted.merge()
     assert (merged.folded, merged.branches) == (("first", "third"), ("second",))
@@ -237,7 +237,7 @@ def test_convolutions_are_folded_unless_grouped():
 
 
 @pytest.mark.parametrize("rank", [2, 4])
-def test_adapter_files_have_kernels_of_any_rank(tmp_path, rank):
+def test_convolution_adapters_of_any_rank_fit_one_base(tmp_path, rank):
     model = conv_net()
     targets = ["first", "second", "third"]
     base = onnxtrain.lora(model, 2, targets=targets).export_ort_base(tmp_path / "base.onnx")
@@ -261,7 +261,7 @@ def test_onnx_adapter_files_do_not_support_dora(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_exports_take_the_weights_of_a_trainer_or_a_checkpoint(tmp_path):
+def test_exports_accept_a_trainer_or_a_checkpoint(tmp_path):
     path = write(tmp_path).path
     adapted = onnxtrain.lora(path, rank=4)
     loss = LossTerm(CrossEntropy(axis=-1), output="logits")
@@ -283,7 +283,7 @@ def test_exports_take_the_weights_of_a_trainer_or_a_checkpoint(tmp_path):
         adapted.export_peft(tmp_path / "d", wrong)
 
 
-def test_adapter_files_hold_bfloat16(tmp_path):
+def test_adapter_files_support_bfloat16(tmp_path):
     arrays = {"a": np.array([[1.5, -2.0]], ml_dtypes.bfloat16)}
     write_adapter(tmp_path / "a.onnx_adapter", arrays)
     (value,) = (

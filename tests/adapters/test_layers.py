@@ -87,7 +87,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_branch_adds_what_it_should(name, dora):
+def test_branch_output_equals_the_formula(name, dora):
     model = LAYERS[name]
     adapted = drawn(onnxtrain.lora(model, rank=2, alpha=3, targets="all-linear", dora=dora))
     assert [a.module for a in adapted.adapters] == (["a", "b"] if name == "joined" else ["fc"])
@@ -112,7 +112,7 @@ def test_a_branch_adds_what_it_should(name, dora):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_branch_trains_beside_it(name):
+def test_branches_train(name):
     adapted = onnxtrain.lora(LAYERS[name], rank=2, targets="all-linear")
     trainer = onnxtrain.Trainer(onnxtrain.build(adapted, loss="mse", optimizer="adamw"))
     (given,) = (n for n in trainer.inputs if n != "x")
@@ -122,7 +122,7 @@ def test_a_branch_trains_beside_it(name):
     assert {p.name for p in trainer.manifest.parameters} == set(adapted.names)
 
 
-def test_embeddings_of_few_bits():
+def test_quantized_embeddings():
     data, scales, rounded = quantized(np.ascontiguousarray(np.pad(WEIGHT.T, ((0, 0), (0, 0)))))
     model = net(
         "z = com.microsoft.GatherBlockQuantized <bits=4, block_size=32, gather_axis=0, "
@@ -196,7 +196,7 @@ def test_names_of_modules(node, weight, bias, module):
     assert layer.module == module
 
 
-def test_a_bias_of_several_layers_names_none():
+def test_a_shared_bias_names_no_layer():
     model = net(
         "p = MatMul(x, v) q = Add(p, first__bias) r = MatMul(q, w) y = Add(r, first__bias)",
         v=RNG.standard_normal((K, N)).astype("f"),

@@ -21,7 +21,7 @@ def loss() -> LossTerm:
     return LossTerm(CrossEntropy(axis=-1), output="logits")
 
 
-def test_targets_and_modules_of_a_builders_file(tmp_path):
+def test_targets_and_module_names_of_genai_files(tmp_path):
     path = write(tmp_path, int4=True).path
     adapted = onnxtrain.lora(path, rank=4)
     assert [a.module for a in adapted.adapters[:4]] == [
@@ -52,7 +52,7 @@ def test_packed_modules_of_phi3_get_one_adapter(tmp_path):
 
 
 @pytest.mark.parametrize("int4", [False, True], ids=["fp32", "int4"])
-def test_only_adapters_train_and_the_file_stays(tmp_path, int4):
+def test_only_adapters_train_and_the_file_does_not_change(tmp_path, int4):
     decoder = write(tmp_path, int4=int4)
     before = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in tmp_path.iterdir()}
     adapted = onnxtrain.lora(decoder.path, rank=4, targets="all-linear")
@@ -73,7 +73,7 @@ def test_only_adapters_train_and_the_file_stays(tmp_path, int4):
         assert kept[name].const_value.tobytes() == tensor.raw_data
 
 
-def test_a_fresh_adapter_changes_nothing(tmp_path):
+def test_a_new_adapter_does_not_change_outputs(tmp_path):
     path = write(tmp_path).path
     feeds = batch()
     plain = _logits(onnxtrain.load(path), feeds)
@@ -86,7 +86,7 @@ def _logits(model, feeds):
     return session.run(["logits"], feeds)[0]
 
 
-def test_start_values_are_those_of_peft(tmp_path):
+def test_initial_values_match_peft(tmp_path):
     path = write(tmp_path).path
     adapted = onnxtrain.lora(path, rank=4, targets="all-linear", seed=1)
     for a in adapted.adapters:
@@ -113,13 +113,13 @@ def test_start_values_are_those_of_peft(tmp_path):
         ({"dropout": 1.0}, "dropout must be in"),
     ],
 )
-def test_bad_requests_are_refused(tmp_path, options, message):
+def test_invalid_options_raise(tmp_path, options, message):
     path = write(tmp_path).path
     with pytest.raises(PrepareError, match=message):
         onnxtrain.lora(path, **options)
 
 
-def test_a_large_base_is_referred_to_where_it_lies(tmp_path, monkeypatch):
+def test_large_external_weights_are_not_copied(tmp_path, monkeypatch):
     monkeypatch.setattr(external_data, "LARGE_MODEL_BYTES", 60_000)
     path = write(tmp_path).path
     adapted = onnxtrain.lora(path, rank=2)

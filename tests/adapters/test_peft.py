@@ -42,7 +42,7 @@ def lines_of(*arguments: str) -> list[dict[str, Any]]:
     return rows
 
 
-def test_a_long_run_follows_torch_as_far_as_torch_follows_itself() -> None:
+def test_long_runs_match_torch_within_its_own_divergence() -> None:
     name = "llama-int4"
     if not (FILES / "genai" / name / "model.onnx").exists():
         pytest.skip("no files of the builder: make wild")
@@ -75,7 +75,7 @@ EXPORTED = (
 )
 
 
-def test_files_of_mobius_and_optimum_go_back_to_peft() -> None:
+def test_mobius_and_optimum_files_round_trip_to_peft() -> None:
     if not all((FILES / f"{name}.onnx").exists() for name in EXPORTED):
         pytest.skip("no files of mobius and optimum: make wild")
     rows = rows_of("peft_exporters", *EXPORTED)

@@ -50,7 +50,7 @@ def test_csv_trains_as_npz_does(place: Path) -> None:
     assert again.properties == {}
 
 
-def test_texts_as_labels_from_training_to_evaluation(place: Path) -> None:
+def test_text_labels_in_training_and_evaluation(place: Path) -> None:
     names = ["ten", "nine", "eight", "seven", "six", "five", "four", "three", "two", "one"]
     for name, samples in (("train", 400), ("test", 40)):
         data = digits_data(samples, seed=samples)
@@ -76,7 +76,7 @@ def test_texts_as_labels_from_training_to_evaluation(place: Path) -> None:
     run("train", art, "--data", place / "train.jsonl", "--epochs", 16, "--resume", "--quiet")
 
 
-def test_a_folder_of_pictures(place: Path) -> None:
+def test_image_folders(place: Path) -> None:
     image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
     data = digits_data(60)
     for i, (x, y) in enumerate(zip(data["image"], data["labels"], strict=True)):

@@ -19,7 +19,7 @@ MODEL = """net (float[N,3] x) => (float[N,2] y, float loss)
 <float[3,2] weight = {1.0,-2.0,3.0,0.5,0.25,-1.0}, float[2] bias = {0.5,-0.5}> {
     h = MatMul(x, weight)  y = Add(h, bias)  s = Mul(y, y)  loss = ReduceSum <keepdims = 0> (s)
 }"""
-QUANTISED = """net (float[4] x) => (float[4] y) <float s = {0.1}> { q = QuantizeLinear(x, s)
+QUANTIZED = """net (float[4] x) => (float[4] y) <float s = {0.1}> { q = QuantizeLinear(x, s)
     y = DequantizeLinear(q, s) }"""
 
 
@@ -54,7 +54,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def quantized(tmp_path: Path) -> Path:
     path = tmp_path / "quantized.onnx"
-    onnx.save(onnx.parser.parse_model(HEAD + QUANTISED), path)
+    onnx.save(onnx.parser.parse_model(HEAD + QUANTIZED), path)
     return path
 
 
@@ -73,7 +73,7 @@ def test_explain_as_json(run: Run, model: Path) -> None:
     assert list(json.loads(out)["parameters"]) == ["bias"]
 
 
-def test_explain_tells_what_cannot_be_done(run: Run, quantized: Path) -> None:
+def test_explain_lists_unsupported_nodes(run: Run, quantized: Path) -> None:
     code, out, _ = run("explain", quantized, "--wrt", "x")
     assert code == 0
     assert "not differentiable: 1 node(s) lack a rule" in out
@@ -120,7 +120,7 @@ def test_nothing_is_missing(run: Run) -> None:
     assert (code, json.loads(out)) == (0, [])
 
 
-def test_as_a_module(model: Path) -> None:
+def test_python_m_onnxtrain(model: Path) -> None:
     command = [sys.executable, "-m", "onnxtrain"]
     done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"{onnxtrain.__version__}\n"
@@ -139,7 +139,10 @@ ERRORS = {  # name: (command, what the message has)
     "no file": ("explain nowhere.onnx", "LoadError: 'nowhere.onnx': no such file"),
     "unknown name": ("explain {model} --wrt wieght", "no such value in `wrt`: 'wieght'"),
     "unknown output": ("grad {model} -o {out} --of los", "hint: the model has loss"),
-    "not scalar": ("grad {model} -o {out} --of y", "UndifferentiableError: only an output"),
+    "not scalar": (
+        "grad {model} -o {out} --of y",
+        "UndifferentiableError: grad requires an output",
+    ),
     "unknown target": ("grad {model} -o {out} --target tpu", "unknown target: 'tpu'"),
     "refused": ("grad {quantized} -o {out} --wrt x", "node 'q': QuantizeLinear"),
     "no directory": ("grad {model} -o {out}/deep/er.onnx", "SaveError"),
@@ -160,7 +163,7 @@ def test_errors_are_one_block(
     assert sorted(tmp_path.iterdir()) == before, "something was written"
 
 
-def test_a_failed_run_leaves_the_old_file(run: Run, model: Path, tmp_path: Path) -> None:
+def test_a_failed_run_does_not_overwrite(run: Run, model: Path, tmp_path: Path) -> None:
     target = tmp_path / "grad.onnx"
     target.write_bytes(b"old")
     code, _, _ = run("grad", model, "-o", target, "--of", "y")

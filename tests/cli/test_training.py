@@ -134,7 +134,7 @@ def test_resume_keeps_settings(place: Path) -> None:
     assert all(rates)
 
 
-def test_sizes(place: Path) -> None:
+def test_invalid_sizes(place: Path) -> None:
     run(
         "build",
         place / "model.onnx",
@@ -166,7 +166,7 @@ def giant() -> bytes:
     return out.getvalue()
 
 
-def test_data_that_is_none(place: Path) -> None:
+def test_invalid_data_files(place: Path) -> None:
     x, labels = data(200)
     np.save(place / "one.npy", x)
     np.savez_compressed(place / "packed.npz", x=x, labels=labels)
@@ -211,7 +211,7 @@ def test_errors_are_one_block(place: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_places_that_cannot_be_written(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_outputs(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     art, npz = place / "art", place / "train.npz"
     (place / "file").write_text("x")
     below = place / "file" / "below"
@@ -260,7 +260,7 @@ def test_labels_out_of_range(place: Path) -> None:
         run("train", place / "art", "--data", place / "labels.npz", "--quiet")
 
 
-def test_nothing_to_do(place: Path) -> None:
+def test_invalid_epochs_and_missing_checkpoints(place: Path) -> None:
     common = ("train", place / "art", "--data", place / "train.npz", "--quiet")
     with pytest.raises(OnnxTrainError, match="epochs must be an integer of at least 1, got 0"):
         run(*common, "--epochs", 0)

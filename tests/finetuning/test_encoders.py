@@ -41,7 +41,7 @@ def folder_of(path: Path, model: onnx.ModelProto) -> Path:
     return path
 
 
-def test_pooling_counts_what_the_mask_counts() -> None:
+def test_pooling_respects_the_attention_mask() -> None:
     model = encoder()
     hidden = onnxruntime.InferenceSession(model.SerializeToString()).run(None, FEEDS)[0]
     mean = np.stack([hidden[0].mean(0), hidden[1, :2].mean(0)])
@@ -58,7 +58,7 @@ def test_pooling_counts_what_the_mask_counts() -> None:
 @pytest.mark.parametrize(
     ("classes", "rank"), [(0, 0), (2, 0), (5, 0), (2, 4)], ids=["new", "same", "other", "adapters"]
 )
-def test_classes_are_learned(tmp_path: Path, classes: int, rank: int) -> None:
+def test_classification_learns(tmp_path: Path, classes: int, rank: int) -> None:
     folder = folder_of(tmp_path / "model", encoder(classes=classes))
     given = {"kind": "classification"} if not classes else {}
     if rank:
@@ -76,7 +76,7 @@ def test_classes_are_learned(tmp_path: Path, classes: int, rank: int) -> None:
 
 
 @pytest.mark.parametrize("parts", [2, 3])
-def test_pairs_come_near_each_other(tmp_path: Path, parts: int) -> None:
+def test_embeddings_of_pairs_learn(tmp_path: Path, parts: int) -> None:
     folder = folder_of(tmp_path / "model", encoder())
     names = ("anchor", "positive", "negative")[:parts]
     texts = [
@@ -93,7 +93,7 @@ def test_pairs_come_near_each_other(tmp_path: Path, parts: int) -> None:
     assert [y.name for y in session.get_outputs()] == ["sentence_embedding"]
 
 
-def test_data_that_does_not_fit_the_kind(tmp_path: Path) -> None:
+def test_data_that_does_not_match_the_kind_raises(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "model", encoder(classes=2))
     with pytest.raises(PrepareError, match="does not support records with text\nhint: use"):
         onnxtrain.finetune(folder, ["a text"], tmp_path / "out", **FAST)
@@ -106,7 +106,7 @@ def test_data_that_does_not_fit_the_kind(tmp_path: Path) -> None:
         onnxtrain.finetune(plain, pair, tmp_path / "out", **{**FAST, "batch_size": 1})
 
 
-def test_kinds_are_told_by_the_files(tmp_path: Path) -> None:
+def test_kind_is_detected_from_the_files(tmp_path: Path) -> None:
     genai = genai_folder(tmp_path / "genai", llama(layers=1))
     assert (inspect_model(genai).kind, inspect_model(genai).reason) == (
         "causal_lm",

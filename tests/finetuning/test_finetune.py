@@ -47,7 +47,7 @@ def digests(folder: Path) -> dict[str, str]:
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
-def test_a_chat_is_learned_and_everything_is_written(folder: Path, tmp_path: Path) -> None:
+def test_chat_finetuning_learns_and_writes_all_files(folder: Path, tmp_path: Path) -> None:
     before = digests(folder)
     data = write_lines(tmp_path / "chat.jsonl", *CHAT, "", "{bad")
     result = onnxtrain.finetune(
@@ -100,7 +100,7 @@ def test_texts_arrays_packing_and_no_validation(folder: Path, tmp_path: Path) ->
     assert plain.after["loss"] < plain.before["loss"]
 
 
-def test_weights_train_where_they_are_named(folder: Path, tmp_path: Path) -> None:
+def test_train_selects_weights(folder: Path, tmp_path: Path) -> None:
     rows = {"input_ids": [[5, 6, 7, 8]] * 4}
     result = onnxtrain.finetune(folder, rows, tmp_path / "out", train="norm", epochs=3, **FAST)
     assert result.history.losses[-1] < result.history.losses[0]
@@ -117,7 +117,7 @@ def test_weights_train_where_they_are_named(folder: Path, tmp_path: Path) -> Non
     assert all("norm" in name for name in changed)
 
 
-def test_a_killed_run_goes_on_exactly(folder: Path, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_bit_exactly(folder: Path, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "chat.jsonl", *CHAT)
     options = ["--epochs", "12", "--batch-size", "2", "--lr", "0.01", "--validation", "0.34"]
     options += ["--sample-tokens", "0", "--checkpoint-every", "1", "--accumulate", "2"]
@@ -189,7 +189,7 @@ def test_preview_shows_masks_and_trains_nothing(folder: Path, tmp_path: Path) ->
         ({"tokenizer": "nowhere"}, LoadError, "tokenizer not found"),
     ],
 )
-def test_bad_options_are_refused_before_the_first_step(
+def test_invalid_options_raise_before_training(
     folder: Path, tmp_path: Path, options: dict, error: type, message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -197,7 +197,7 @@ def test_bad_options_are_refused_before_the_first_step(
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_data_is_refused_before_the_first_step(folder: Path, tmp_path: Path) -> None:
+def test_invalid_data_raises_before_training(folder: Path, tmp_path: Path) -> None:
     def tune(data: object, **options: object) -> None:
         onnxtrain.finetune(folder, data, tmp_path / "out", **{**FAST, **options})  # type: ignore[arg-type]
 
@@ -215,7 +215,7 @@ def test_bad_data_is_refused_before_the_first_step(folder: Path, tmp_path: Path)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_used_folder_is_not_taken_twice(folder: Path, tmp_path: Path) -> None:
+def test_a_used_output_folder_raises(folder: Path, tmp_path: Path) -> None:
     rows = {"input_ids": [[5, 6, 7, 8]] * 4}
     onnxtrain.finetune(folder, rows, tmp_path / "out", epochs=1, **FAST)
     with pytest.raises(OnnxTrainError, match="already contains a run"):
@@ -235,7 +235,7 @@ def with_hidden_states(model: onnx.ModelProto) -> onnx.ModelProto:
     return ir.to_proto(work)
 
 
-def test_logits_are_learned_beside_hidden_states(folder: Path, tmp_path: Path) -> None:
+def test_models_with_extra_outputs_learn_the_same(folder: Path, tmp_path: Path) -> None:
     genai = genai_folder(write_tokenizer(tmp_path / "model"), with_hidden_states(llama(layers=1)))
     texts = [{"text": "the cat says meow"}] * 2
     made = [
@@ -245,7 +245,7 @@ def test_logits_are_learned_beside_hidden_states(folder: Path, tmp_path: Path) -
     assert made[0] == made[1]
 
 
-def test_vectors_instead_of_tokens_are_named(tmp_path: Path) -> None:
+def test_inputs_embeds_models_raise(tmp_path: Path) -> None:
     model = llama(layers=1)
     model.graph.input[0].name = "inputs_embeds"
     for node in model.graph.node:
@@ -259,7 +259,7 @@ def test_vectors_instead_of_tokens_are_named(tmp_path: Path) -> None:
         onnxtrain.finetune(genai, [{"text": "the cat"}] * 2, tmp_path / "out", **FAST)
 
 
-def test_a_file_that_does_not_run_here_trains_without_samples(
+def test_models_that_do_not_run_train_without_samples(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:

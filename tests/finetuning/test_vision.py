@@ -35,7 +35,7 @@ def scores(model: Path, pictures: np.ndarray) -> np.ndarray:
     return ort.InferenceSession(str(model)).run(["logits"], {"pixel_values": pictures})[0]
 
 
-def test_adapters_and_a_new_head_learn_classes_of_pictures(folder: Path) -> None:
+def test_adapters_and_a_new_head_learn_image_classes(folder: Path) -> None:
     out = folder / "out"
     result = onnxtrain.finetune(
         folder / "vision.onnx", folder / "pictures", out, validation=0.25, **ADAPTERS, **FAST
@@ -64,7 +64,7 @@ def test_adapters_and_a_new_head_learn_classes_of_pictures(folder: Path) -> None
         onnxtrain.load_adapter(folder / "vision.onnx", out / "peft")
 
 
-def test_the_command_takes_a_table_of_paths(folder: Path) -> None:
+def test_command_accepts_a_table_of_paths(folder: Path) -> None:
     table = folder / "list.csv"
     rows = [(f"pictures/{c}/{i}.png", c) for c in ("dog", "cat") for i in range(8)]
     with table.open("w", newline="") as file:
@@ -82,7 +82,7 @@ def test_the_command_takes_a_table_of_paths(folder: Path) -> None:
     assert 0 <= report["after"]["accuracy"] <= 1
 
 
-def test_pictures_are_made_as_the_configuration_says(folder: Path) -> None:
+def test_images_are_normalized_by_the_preprocessor_config(folder: Path) -> None:
     settings = {"do_normalize": True, "image_mean": [0.5, 0.25, 0.0], "image_std": [0.5, 0.5, 2.0]}
     options = FineTuneOptions(progress=False)
     plain = FineTuneRun(folder / "vision.onnx", folder / "pictures", options).task
@@ -99,7 +99,7 @@ def test_pictures_are_made_as_the_configuration_says(folder: Path) -> None:
     assert not normal.notes
 
 
-def test_arrays_are_taken_as_they_are(folder: Path) -> None:
+def test_arrays_are_not_preprocessed(folder: Path) -> None:
     rng = np.random.default_rng(0)
     labels = np.repeat(["up", "down"], 8)
     images = rng.standard_normal((16, 3, 8, 8)).astype(np.float32)
@@ -117,7 +117,7 @@ def refused(folder: Path, message: str, error: type[Exception] = OnnxTrainError)
         onnxtrain.finetune(folder / "vision.onnx", folder / "data.csv", folder / "out", **FAST)
 
 
-def test_bad_data_are_refused_before_training(folder: Path) -> None:
+def test_invalid_image_data_raises_before_training(folder: Path) -> None:
     table = folder / "data.csv"
     table.write_text("image,label\npictures/cat/0.png,cat\nnothing.png,dog\n")
     refused(folder, "line 3: image .* does not exist")

@@ -46,7 +46,7 @@ def tokenizer(tokenizers_installed: None, tmp_path_factory: pytest.TempPathFacto
 # -- records ----------------------------------------------------------------------------
 
 
-def test_bad_lines_are_counted_and_named(tmp_path: Path) -> None:
+def test_invalid_lines_are_skipped_and_listed(tmp_path: Path) -> None:
     path = write_lines(
         tmp_path / "chat.jsonl",
         {"text": "one"},
@@ -81,14 +81,14 @@ def test_bad_lines_are_counted_and_named(tmp_path: Path) -> None:
         ([{"messages": [{"role": "user"}]}], "message 1 has no role"),
     ],
 )
-def test_useless_files_are_refused(tmp_path: Path, rows: list, message: str) -> None:
+def test_files_without_usable_records_raise(tmp_path: Path, rows: list, message: str) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in rows))
     with pytest.raises(LoadError, match=message):
         read_records(path)
 
 
-def test_other_files(tmp_path: Path) -> None:
+def test_text_csv_and_json_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("first part\nof two lines\n\n\nsecond part\n")
     texts = read_records(tmp_path / "a.txt").records
     assert [(r.line, r.fields["text"]) for r in texts] == [
@@ -113,7 +113,7 @@ def test_other_files(tmp_path: Path) -> None:
         read_records(tmp_path / "missing.jsonl")
 
 
-def test_records_of_python() -> None:
+def test_records_from_python_objects() -> None:
     read = read_records(
         [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]
     )
@@ -129,7 +129,7 @@ def learned(example: Example, tokenizer: Tokenizer) -> str:
     return tokenizer.decode(example.labels[example.labels != IGNORE_INDEX].tolist(), special=True)
 
 
-def test_only_the_assistant_is_learned(tokenizer: Tokenizer) -> None:
+def test_only_assistant_turns_are_in_the_loss(tokenizer: Tokenizer) -> None:
     records = read_records([{"messages": CHAT}])
     (example,) = make_examples(records, tokenizer, max_length=200).examples
     assert learned(example, tokenizer) == (
@@ -140,9 +140,7 @@ def test_only_the_assistant_is_learned(tokenizer: Tokenizer) -> None:
     assert (everything.labels == everything.ids).all()
 
 
-def test_templates_that_rewrite_history_are_searched(
-    tmp_path: Path, tokenizers_installed: None
-) -> None:
+def test_templates_that_rewrite_history(tmp_path: Path, tokenizers_installed: None) -> None:
     odd = "{{ messages | length }}!" + CHATML  # no rendering is the start of a longer one
     tokenizer = Tokenizer(write_tokenizer(tmp_path, template=odd))
     (example,) = make_examples(
@@ -151,7 +149,7 @@ def test_templates_that_rewrite_history_are_searched(
     assert learned(example, tokenizer) == "the cat says meowthe dog says woof"
 
 
-def test_a_model_without_a_template_has_a_plain_one(
+def test_models_without_a_template_use_the_plain_one(
     tmp_path: Path, tokenizers_installed: None
 ) -> None:
     tokenizer = Tokenizer(write_tokenizer(tmp_path, template=None))
@@ -162,9 +160,7 @@ def test_a_model_without_a_template_has_a_plain_one(
     assert learned(example, tokenizer) == " the cat says meow\n</s>"
 
 
-def test_template_in_a_file_and_templates_that_refuse(
-    tmp_path: Path, tokenizers_installed: None
-) -> None:
+def test_template_file_and_templates_that_raise(tmp_path: Path, tokenizers_installed: None) -> None:
     folder = write_tokenizer(tmp_path, template="unused")
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no system message') }}")
     with pytest.raises(PrepareError, match="no system message"):
@@ -184,7 +180,7 @@ def test_completions_follow_masked_prompts(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(example.ids.tolist()) == "the cat says meow"
 
 
-def test_long_texts_go_on_and_long_prompts_are_told(tokenizer: Tokenizer) -> None:
+def test_long_texts_are_split_and_long_prompts_are_dropped(tokenizer: Tokenizer) -> None:
     text = "the cat sat on the mat " * 20
     parts = make_examples(read_records([text]), tokenizer, max_length=16)
     assert {len(e) for e in parts.examples[:-1]} == {16}
@@ -194,19 +190,19 @@ def test_long_texts_go_on_and_long_prompts_are_told(tokenizer: Tokenizer) -> Non
     made = make_examples(read_records(rows), tokenizer, max_length=16)
     assert made.truncated == (1, 2)
     assert made.dropped == (1,)
-    assert "1 without an answer (line 1)" in made.note()
+    assert "1 dropped: no answer within max_length (line 1)" in made.note()
     with pytest.raises(PrepareError, match="no example has a token to train on"):
         make_examples(read_records(rows[:1]), tokenizer, max_length=16)
 
 
-def test_a_tokenizer_that_does_not_fit_is_refused(tokenizer: Tokenizer) -> None:
+def test_a_tokenizer_of_another_model_raises(tokenizer: Tokenizer) -> None:
     made = make_examples(read_records(["the cat"]), tokenizer, max_length=16)
     check_vocabulary(made, tokenizer.size, tokenizer)
     with pytest.raises(PrepareError, match="tokenizer does not match the model: line 1 has token"):
         check_vocabulary(made, 4, tokenizer)
 
 
-def test_arrays_of_ids_and_bad_labels() -> None:
+def test_token_id_arrays_and_invalid_labels() -> None:
     made = from_arrays([[1, 2, 3], [4, 5]], [[IGNORE_INDEX, 2, 3], [4, 9]])
     assert made.learned == 3
     with pytest.raises(LabelError, match="label 9 in row 1 is out of range"):
@@ -225,7 +221,7 @@ def test_missing_files_and_broken_tokenizers(tmp_path: Path, tokenizers_installe
         Tokenizer(tmp_path)
 
 
-def test_preview_shows_what_is_learned(tokenizer: Tokenizer) -> None:
+def test_preview_shows_tokens_in_the_loss(tokenizer: Tokenizer) -> None:
     records = read_records([{"prompt": "the cat says", "completion": "meow"}] * 5)
     text = preview(make_examples(records, tokenizer, max_length=50).examples, tokenizer)
     assert text.count("example ") == 3
@@ -240,7 +236,7 @@ def example(*ids: int) -> Example:
     return Example(np.array(ids, np.int64), np.array(ids, np.int64), 1)
 
 
-def test_rows_are_padded_with_what_the_model_takes() -> None:
+def test_collate_pads_rows_and_adds_model_inputs() -> None:
     names = ["input_ids", "attention_mask", "position_ids", "token_type_ids", "labels"]
     batch = collate([example(5, 6, 7), example(8, 9)], names, pad=3)
     assert list(batch) == names
@@ -254,7 +250,7 @@ def test_rows_are_padded_with_what_the_model_takes() -> None:
         collate([example(1, 2)], ["input_ids", "pixel_values"])
 
 
-def test_packing_keeps_all_tokens_and_starts_anew() -> None:
+def test_packing_keeps_all_tokens_and_restarts_positions() -> None:
     rng = np.random.default_rng(0)
     examples = [example(*rng.integers(5, 90, rng.integers(2, 20))) for _ in range(50)]
     rows = pack(examples, 32)
@@ -271,7 +267,7 @@ def test_packing_keeps_all_tokens_and_starts_anew() -> None:
         assert (row.labels[~starts] == row.ids[~starts]).all()
 
 
-def test_every_epoch_has_its_own_order_again_and_again() -> None:
+def test_epoch_order_is_reproducible() -> None:
     rows = [example(i, i + 1) for i in range(10)]
     batches = TokenBatches(rows, ["input_ids", "labels"], batch_size=4, seed=7)
     epochs = [[b.named["input_ids"].tolist() for b in batches(e)] for e in (0, 1, 0)]

@@ -57,7 +57,7 @@ def test_a_trainer_generates_with_its_weights() -> None:
     assert generate(trainer, PROMPT, max_tokens=6) != by_hand(model, PROMPT, 6)
 
 
-def test_draws_follow_the_probabilities() -> None:
+def test_sampling_follows_the_probabilities() -> None:
     logits = np.log(np.array([0.5, 0.3, 0.15, 0.05]))
     rng = np.random.default_rng(0)
     counts = np.bincount([Sampling(1.0).sample(logits, rng) for _ in range(4000)], minlength=4)
@@ -70,7 +70,7 @@ def test_draws_follow_the_probabilities() -> None:
         Sampling(1.0, top_p=0.0)
 
 
-def test_the_seed_decides() -> None:
+def test_sampling_is_deterministic_for_a_seed() -> None:
     model = llama()
     draw = {"max_tokens": 12, "temperature": 2.0, "top_p": 0.9}
     first, second, other = (generate(model, PROMPT, seed=s, **draw) for s in (1, 1, 2))
@@ -85,7 +85,7 @@ def test_text_in_text_out(tmp_path: Path) -> None:
     assert isinstance(generate(folder, chat, max_tokens=4), str)
 
 
-def test_what_cannot_generate_says_so() -> None:
+def test_models_that_cannot_generate_raise() -> None:
     with pytest.raises(OnnxTrainError, match="requires a tokenizer"):
         generate(llama(), "the cat")
     with pytest.raises(PrepareError, match="the prompt is empty"):

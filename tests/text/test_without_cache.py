@@ -28,7 +28,7 @@ def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> dict[str, np.nd
 
 
 @pytest.mark.parametrize("int4", [True, False], ids=["int4", "float"])
-def test_same_logits_and_fewer_inputs(int4: bool) -> None:
+def test_logits_without_cache_are_equal(int4: bool) -> None:
     model = llama(int4=int4)
     lean = ir.to_proto(without_cache(model))
     assert [x.name for x in lean.graph.input] == ["input_ids", "attention_mask"]
@@ -42,7 +42,7 @@ def test_same_logits_and_fewer_inputs(int4: bool) -> None:
     )
 
 
-def test_caches_that_are_joined_by_concat() -> None:
+def test_caches_with_concat() -> None:
     w = Writer(0)
     ids = w.input("input_ids", INT64, ["batch", "sequence"])
     cache = ["batch", 2, "past", 4]
@@ -89,7 +89,7 @@ def test_settings_become_constants() -> None:
     assert run(lean, {"input_ids": IDS % 7})["logits"].shape == (BATCH, LENGTH, 8)
 
 
-def test_a_cache_of_unknown_size_is_refused() -> None:
+def test_a_cache_of_unknown_size_raises() -> None:
     w = Writer(0)
     w.input("input_ids", INT64, ["batch", "sequence"])
     past = w.input("past_key_values.0.key", FLOAT, ["batch", 2, "past", "dim"])
@@ -100,7 +100,7 @@ def test_a_cache_of_unknown_size_is_refused() -> None:
         without_cache(ir.Model(w.graph, ir_version=10))
 
 
-def test_other_models_stay_as_they_are() -> None:
+def test_models_without_cache_do_not_change() -> None:
     w = Writer(0)
     x = w.input("past_rain", FLOAT, ["batch", 3])
     y = w.node("Relu", "relu", [x])
@@ -144,6 +144,6 @@ def test_padding_does_not_change_the_loss() -> None:
         ("present_value_2", "past_value_2"),
     ],
 )
-def test_which_output_is_fed_where(present: str, past: str) -> None:
+def test_past_of(present: str, past: str) -> None:
     others = ["past_key_values.7.key", "past_key_values.3.key"]
     assert past_of(present, [*others, past]) == past

@@ -99,7 +99,8 @@ class FineTuneOptions:
         (),
         Flag(
             list[str],
-            "Activation checkpointing: auto, or scopes, nodes and boundaries by glob; repeatable.",
+            "Activation checkpointing: auto, or globs of scopes, nodes and block outputs; "
+            "repeatable.",
         ),
     )
     prompts: Sequence[str] = option(

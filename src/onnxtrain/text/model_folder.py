@@ -78,10 +78,10 @@ def past_of(present: str, past: Iterable[str]) -> str | None:
 
 def _parts(name: str) -> tuple[str, ...]:
     """Return layer and kind of a cache name: ``("0", "key")``."""
-    words = re.split(r"[._]", name)
-    numbers = [w for w in words if w.isdigit()]
-    kinds = [w for w in words if w in ("key", "value", "decoder", "encoder", "self", "cross")]
-    kinds = kinds if kinds[:1] != ["key"] or "values" not in words else kinds[1:]
+    tokens = re.split(r"[._]", name)
+    numbers = [t for t in tokens if t.isdigit()]
+    kinds = [t for t in tokens if t in ("key", "value", "decoder", "encoder", "self", "cross")]
+    kinds = kinds if kinds[:1] != ["key"] or "values" not in tokens else kinds[1:]
     return *numbers, *kinds
 
 

@@ -42,9 +42,7 @@ def attention_block() -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("family", ["bloom", "falcon"])
-def test_parts_of_a_layer_that_torch_packs_by_heads_are_refused(
-    family: str, tmp_path: Path
-) -> None:
+def test_modules_interleaved_by_head_cannot_be_exported(family: str, tmp_path: Path) -> None:
     adapted = onnxtrain.lora(attention_block(), 2, targets="attention", family=family)
     assert adapted.not_in_peft == tuple(f"{STEM}.{c}_proj" for c in "qkv")
     with pytest.raises(PrepareError, match=r"packs '.*\.q_proj'.*\nhint: export_merged"):
@@ -54,7 +52,7 @@ def test_parts_of_a_layer_that_torch_packs_by_heads_are_refused(
     assert ort.InferenceSession(str(adapted.export_ort_base(tmp_path / "base.onnx")))
 
 
-def test_the_rest_of_such_a_model_has_the_names_of_torch(tmp_path: Path) -> None:
+def test_other_modules_of_interleaved_models_have_torch_names(tmp_path: Path) -> None:
     adapted = onnxtrain.lora(attention_block(), 2, targets="*.dense", family="bloom")
     adapted.export_peft(tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -75,8 +73,6 @@ def test_the_rest_of_such_a_model_has_the_names_of_torch(tmp_path: Path) -> None
         ("llama", "model.layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj"),
     ],
 )
-def test_names_of_exporters_become_those_of_transformers(
-    family: str, module: str, expected: str
-) -> None:
+def test_exporter_names_become_transformers_names(family: str, module: str, expected: str) -> None:
     assert transformers_name(module, family) == expected
     assert transformers_name(expected, family) == expected
