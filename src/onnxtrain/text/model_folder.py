@@ -149,8 +149,8 @@ def inspect_model(model: str | os.PathLike[str], kind: str | None = None) -> Mod
     beside = path.parent.parent if path.parent.name == "onnx" else path.parent
     genai = _json(path.parent / "genai_config.json").get("model", {})
     config = _json(path.parent / "config.json") or _json(beside / "config.json")
-    model = CheckedModel(load(path), str(path))
-    graph = model.model.graph
+    checked = CheckedModel(load(path), str(path))
+    graph = checked.model.graph
     if kind is None:
         kind, reason = _detect_kind(graph, genai, config)
     else:
@@ -162,7 +162,7 @@ def inspect_model(model: str | os.PathLike[str], kind: str | None = None) -> Mod
     lengths = [genai.get("context_length"), *(text.get(n) for n in _MAX_LENGTH_FIELDS)]
     return ModelFolder(
         path=path,
-        model=model,
+        model=checked,
         kind=kind,
         reason=reason,
         vocab_size=_vocab_size(graph, kind) or genai.get("vocab_size") or text.get("vocab_size"),
