@@ -455,12 +455,12 @@ def _join_packed(
     whole_of_first = {names[0]: whole for whole, names in members_of.items()}
     joined = {n for names in members_of.values() for n in names}
     candidates = []
-    for name, target in found.items():
+    for name, module in found.items():
         if name in whole_of_first:
             whole = whole_of_first[name]
             candidates.append(_packed_target(whole, [found[n] for n in members_of[whole]]))
         elif name not in joined:
-            candidates.append(target)
+            candidates.append(module)
     return candidates
 
 

@@ -257,7 +257,7 @@ def lora(
     plain = work.clone()
     candidates = find_target_modules(find_base_layers(work.graph), family)
     selected = select_targets(candidates, targets)
-    specs = [AdapterSpec(target, rank, float(alpha), rslora, dora) for target in selected]
+    specs = [AdapterSpec(t, rank, float(alpha), rslora, dora) for t in selected]
     check_ranks(specs)
     adapters = attach_adapters(work, specs, initial_values(specs, seed), dropout)
     modules = tuple(u.module for u in candidates)
