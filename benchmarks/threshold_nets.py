@@ -319,3 +319,26 @@ NOT_MEASURED: dict[str, str] = {
     "FUSED_SGD_REMAINING_PARAMETERS": "chooses between one call and two: `python -m benchmarks`",
 }
 """Thresholds that choose between no forms of a graph on one CPU thread, with the reason."""
+
+CUDA_SIDES = {
+    "PADDED_VOCABULARY_CLASSES": "from",
+    "PADDED_ATTENTION_KEYS": "from",
+    "MASK_IN_MATMUL_RATIO": "from",
+    "FUSED_RUNNING_STATS": "from",
+    "CHANNEL_SCALE_FOLD_RATIO": "from",
+    "LONG_ATTENTION_RATIO": "from",
+    "ATTENTION_CHUNK_BYTES": "from",
+    "MEMORY_BOUND_ELEMENTS": "from",
+    "REMATERIALIZE_BYTES": "from",
+    "NORM_KERNEL_POSITIONS": "from",
+    "GROUP_NORM_KERNEL_ROWS": "from",
+    "AFFINE_KERNEL_CHANNELS": "from",
+    "DEPTHWISE_WEIGHT_GRAD_PAIRS_GPU": "up to",
+    "DEPTHWISE_WEIGHT_GRAD_ROW_PAIRS_GPU": "up to",
+    "FLOAT32_ACCUMULATION_ROWS": "from",
+    "ONE_HOT_ROWS": "up to",
+    "SCATTER_ROW_ELEMENTS": "from",
+    "COALESCED_BROADCAST_ELEMENTS": "from",
+    "ROW_SUBTRACTION_COLUMN_RATIO": "from",
+}
+"""Thresholds of NVIDIA GPUs: on which side of each its variant is used."""

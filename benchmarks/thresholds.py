@@ -11,7 +11,6 @@ are processor time; the ratio is the median over the rounds, each of which has b
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import time
@@ -21,7 +20,7 @@ from typing import Any
 import onnxtrain
 from benchmarks import machine, page, quiet, report, verdicts
 from benchmarks.peers import ROOT
-from benchmarks.threshold_nets import CASES, NOT_MEASURED, Case, Net
+from benchmarks.threshold_nets import CASES, CUDA_SIDES, NOT_MEASURED, Case, Net
 from onnxtrain import thresholds as T
 
 PAGE = ROOT / "docs" / "speed.md"
@@ -162,33 +161,19 @@ def text(results: dict[str, list[Point]], facts: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="thresholds; all by default")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--write", action="store_true")
-    options = parser.parse_args()
-    unknown = [n for n in options.names if n not in CASES]
-    if unknown:
-        why = [f"{n} ({NOT_MEASURED.get(n, 'no such threshold')})" for n in unknown]
-        parser.error(f"not measured: {', '.join(why)}")
-    if options.write and options.names:
-        parser.error("--write puts all thresholds on the page")
+def run(names: Sequence[str], rounds: int = ROUNDS, *, write: bool = False) -> None:
+    """Measure thresholds at sizes around each, and print the table or write it into the page."""
     facts = machine.facts()
-    facts["others"] = quiet.begin(strict=options.write)
+    facts["others"] = quiet.begin(strict=write)
     results: dict[str, list[Point]] = {}
-    for name in options.names or CASES:
-        results[name] = [measure(name, s, rounds=options.rounds) for s in CASES[name].nets]
+    for name in names:
+        results[name] = [measure(name, s, rounds=rounds) for s in CASES[name].nets]
         ratios = ", ".join(f"{_number(p.size)}: {p.ratio.median:.2f}" for p in results[name])
         said = verdict(CASES[name].side, getattr(T, name), results[name])
         print(f"{name} = {getattr(T, name)}: {ratios}; {said}", flush=True)
         facts["others"].append(quiet.others())
-    made = text(results, facts)
-    print(made)
-    if options.write:
+    section = text(results, facts)
+    print(section)
+    if write:
         quiet.refuse_busy(facts)
-        page.write(made, "thresholds", PAGE)
-
-
-if __name__ == "__main__":
-    main()
+        page.write(section, "thresholds", PAGE)

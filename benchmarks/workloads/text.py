@@ -109,3 +109,124 @@ class GPT2(nn.Module):
         x = self.wte(words) + self.wpe(torch.arange(words.shape[1], device=words.device))
         y = self.ln_f(self.h(x))
         return nn.functional.linear(y, self.wte.weight).reshape(-1, self.tokens)
+
+
+class RMSNorm(nn.Module):
+    """Normalization by the root mean square, as Llama writes it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return normalized rows."""
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+class LlamaBlock(nn.Module):
+    """Causal attention with rotary embedding and a SwiGLU layer, each behind a norm."""
+
+    def __init__(self, width: int, heads: int, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.heads = heads
+        self.input_norm, self.post_norm = norm(width), norm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        hidden = width * 8 // 3 // 64 * 64
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the block's features."""
+        batch, length, width = x.shape
+        y = self.input_norm(x)
+        q, k, v = (
+            layer(y).reshape(batch, length, self.heads, width // self.heads).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.o(y.transpose(1, 2).reshape(batch, length, width))
+        y = self.post_norm(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+class Llama(nn.Module):
+    """A decoder like Llama: RMS norms, rotary embedding, SwiGLU, a boolean causal mask."""
+
+    def __init__(
+        self,
+        tokens: int,
+        width: int = 256,
+        layers: int = 4,
+        heads: int = 4,
+        *,
+        fused_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.size = tokens, width // heads
+        norm = nn.RMSNorm if fused_norm else RMSNorm
+        self.embed = nn.Embedding(tokens, width)
+        self.layers = nn.ModuleList(LlamaBlock(width, heads, norm) for _ in range(layers))
+        self.norm, self.head = norm(width), nn.Linear(width, tokens, bias=False)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        """Return scores of the next word at each place."""
+        length, device = words.shape[1], words.device
+        rates = 10000.0 ** (-torch.arange(0, self.size, 2, device=device) / self.size)
+        angles = torch.arange(length, device=device)[:, None] * rates
+        angles = torch.cat([angles, angles], dim=-1)
+        mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+        x = self.embed(words)
+        for layer in self.layers:
+            x = layer(x, angles.cos(), angles.sin(), mask)
+        return self.head(self.norm(x)).reshape(-1, self.tokens)
+
+
+class AudioEncoder(nn.Module):
+    """Whisper-like encoder: two convolutions over frames, attention over a long sequence."""
+
+    def __init__(self, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv1 = nn.Conv1d(80, width, 3, padding=1)
+        self.conv2 = nn.Conv1d(width, width, 3, stride=2, padding=1)
+        self.blocks = nn.ModuleList(_AudioBlock(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 35)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return scores for spectrograms ``[batch, 80, frames]``."""
+        x = nn.functional.gelu(self.conv2(nn.functional.gelu(self.conv1(x)))).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x).mean(1))
+
+
+class _AudioBlock(nn.Module):
+    """Attention without a mask and a GELU layer, each behind a LayerNorm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the block's features."""
+        batch, length, width = x.shape
+        y = self.norm1(x)
+        q, k, v = (
+            layer(y).reshape(batch, length, self.heads, width // self.heads).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        x = x + self.o(y.transpose(1, 2).reshape(batch, length, width))
+        return x + self.fc2(nn.functional.gelu(self.fc1(self.norm2(x))))

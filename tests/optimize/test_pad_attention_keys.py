@@ -14,7 +14,7 @@ import onnxtrain
 from onnxtrain import thresholds
 from onnxtrain.graph import attention_scores
 from onnxtrain.targets import Target, find
-from tests.passes.row_lengths import fill_up_short_rows, row_lengths
+from tests.optimize.key_padding import fill_up_short_rows, row_lengths
 
 F = nn.functional
 CUDA = find("cuda")

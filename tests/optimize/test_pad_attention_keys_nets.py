@@ -13,7 +13,7 @@ import onnxtrain
 from onnxtrain import optim, thresholds
 from onnxtrain.targets import find
 from onnxtrain.torch import from_torch
-from tests.passes.row_lengths import fill_up_short_rows, last_size, row_lengths
+from tests.optimize.key_padding import fill_up_short_rows, last_size, row_lengths
 
 F = nn.functional
 CUDA = find("cuda")

@@ -1,0 +1,436 @@
+"""What every pass, preference and threshold is worth in whole training steps.
+
+    python -m benchmarks.passes                                   # all of them, target cpu
+    python -m benchmarks.passes --nets gpt2,vit --passes fuse_swish_grad,means-as-matmul
+    python -m benchmarks.passes --target cuda --json cuda.json    # on a machine with a GPU
+    python -m benchmarks.passes --export                          # only export the nets
+    python -m benchmarks.passes --sizes UNROLLED_TAPS             # where a threshold crosses 1
+    python -m benchmarks.passes --write                           # the tables of docs/speed.md
+
+Each net is built with everything on and once more without one pass, preference or threshold. Where
+the two builds differ, their steps run in turns, and the ratio is the median over the rounds: below
+1 the pass pays. A pass has an effect where the ratio differs from 1 by more than `NOISE` and by
+more than three standard errors. The first row of a net compares a build with itself.
+
+Times are processor time of one thread on the CPU and wall-clock time on a GPU. Rows that the JSON
+file has already are not measured again, so that a run may be split (`--nets`, `--passes`) or
+continued. `--models` names the folder of exported nets; exporting needs torch, measuring does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import dataclasses
+import gc
+import hashlib
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnxtrain
+from benchmarks import machine, page, pass_nets, quiet, report, thresholds, verdicts
+from benchmarks.pass_nets import NETS, Net
+from benchmarks.peers import ROOT
+from onnxtrain import targets
+from onnxtrain import thresholds as T
+from onnxtrain.optimize import pipeline
+
+PAGE = ROOT / "docs" / "speed.md"
+ROUNDS, SLICE = 15, 0.1
+"""Rounds of a comparison, and the seconds that each side runs in a round."""
+NOISE = 0.01
+"""Ratios this close to 1 count as no effect: rebuilding a net moves its memory by as much."""
+ITSELF = "(itself)"
+_LISTS = ("AFTER_LAST_GRADIENT", "INPUTS", "FUSIONS", "BEFORE", "AFTER", "FINAL")
+_ALL_OFF = {"from": 1 << 60, "up to": 0, "below": 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Switch:
+    """Something that a build can do without.
+
+    Attributes:
+        kind: "pass", "preference", "threshold", or "itself" for a build like the first one.
+        name: the function of a pass, or the name of a preference or a threshold.
+    """
+
+    kind: str
+    name: str
+
+
+def switches(target: str) -> list[Switch]:
+    """Return all passes, preferences and thresholds that apply to a target."""
+    target_ = targets.find(target)
+    entries = [p for name in _LISTS for p in getattr(pipeline, name)]
+    passes = dict.fromkeys(p.rewrite.__name__ for p in entries if p.wanted(target_))
+    owned = {p.prefers for p in entries}
+    preferences = sorted(target_.preferences - owned)
+    sizes = list(thresholds.CASES) if target == "cpu" else list(thresholds.CUDA_SIDES)
+    return [
+        *(Switch("pass", n) for n in passes),
+        *(Switch("preference", n) for n in preferences),
+        *(Switch("threshold", n) for n in sizes),
+    ]
+
+
+@contextlib.contextmanager
+def without(switch: Switch, target: str) -> Iterator[None]:
+    """Build without a pass, a preference or a threshold's variant."""
+    with contextlib.ExitStack() as undo:
+        if switch.kind == "pass":
+            for name in _LISTS:
+                entries = getattr(pipeline, name)
+                undo.callback(setattr, pipeline, name, entries)
+                rest = tuple(p for p in entries if p.rewrite.__name__ != switch.name)
+                setattr(pipeline, name, rest)
+        elif switch.kind == "preference":
+            undo.callback(targets.TARGETS.__setitem__, target, targets.TARGETS[target])
+            targets.TARGETS[target] = targets.TARGETS[target].without(switch.name)
+        elif switch.kind == "threshold":
+            undo.enter_context(thresholds.forced(switch.name, _ALL_OFF[_side(switch.name)]))
+        yield
+
+
+def _side(name: str) -> str:
+    return thresholds.CASES[name].side if name in thresholds.CASES else thresholds.CUDA_SIDES[name]
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[set[Switch]]:
+    """Collect what builds in this context use: passes that change something, and what is read."""
+    used: set[Switch] = set()
+    with contextlib.ExitStack() as undo:
+        for name in _LISTS:
+            entries = getattr(pipeline, name)
+            undo.callback(setattr, pipeline, name, entries)
+            setattr(pipeline, name, tuple(_recorded(p, used) for p in entries))
+        prefers = targets.Target.prefers
+
+        def noted(self: targets.Target, form: str) -> bool:
+            used.add(Switch("preference", form))
+            return prefers(self, form)
+
+        undo.callback(setattr, targets.Target, "prefers", prefers)
+        setattr(targets.Target, "prefers", noted)  # noqa: B010 (a method is replaced for a while)
+
+        class Noted(type(T)):
+            """A module that notes which of its constants are read."""
+
+            def __getattribute__(self, name: str) -> Any:
+                if name.isupper():
+                    used.add(Switch("threshold", name))
+                return super().__getattribute__(name)
+
+        undo.callback(setattr, T, "__class__", type(T))
+        T.__class__ = Noted
+        yield used
+
+
+def _recorded(entry: pipeline.Pass, used: set[Switch]) -> pipeline.Pass:
+    plain = entry.rewrite
+
+    def rewrite(*args: Any) -> int:
+        count = plain(*args)
+        if count:
+            used.add(Switch("pass", plain.__name__))
+        return count
+
+    return dataclasses.replace(entry, rewrite=rewrite)
+
+
+@dataclasses.dataclass(frozen=True)
+class Build:
+    """A saved build: where it is, what identifies its models, and what it used."""
+
+    folder: str
+    digest: str
+    used: frozenset[Switch] = frozenset()
+
+
+def build(net: Net, path: Path, target: str, switch: Switch | None, folder: str) -> Build:
+    """Build a net, without what a switch turns off, and save it."""
+    warnings.simplefilter("ignore")
+    with contextlib.ExitStack() as stack:
+        used = stack.enter_context(recording()) if switch is None else set[Switch]()
+        if switch is not None:
+            stack.enter_context(without(switch, target))
+        artifacts = onnxtrain.build(
+            pass_nets.read(path),
+            loss="cross_entropy",
+            optimizer="adamw",
+            target=target,
+            precision=net.precision,
+            dims=net.workload.dims(),
+            check=False,
+        )
+    digest = hashlib.sha256()
+    for name, model in sorted(artifacts.models.items()):
+        digest.update(name.encode() + model.SerializeToString(deterministic=True))
+    out = Path(folder) / (switch.name if switch else "all")
+    artifacts.save(out)
+    return Build(str(out), digest.hexdigest(), frozenset(used))
+
+
+class Runner:
+    """A trainer of a build, and the memory that it takes on a device."""
+
+    def __init__(self, net: Net, folder: str, target: str) -> None:
+        self._batch, self._gpu = net.workload.batch(), target == "cuda"
+        before = _device_megabytes() if self._gpu else 0.0
+        device = "cuda" if self._gpu else "cpu"
+        self._trainer = onnxtrain.Trainer(folder, device=device, threads=1)
+        self._trainer.lr = 1e-6
+        for _ in range(4):  # warm-up, capture and its check, and one replay
+            self.step()
+        self.megabytes = _device_megabytes() - before if self._gpu else None
+
+    def step(self) -> None:
+        """Train a step; reading the loss waits for the device."""
+        float(self._trainer.step(*self._batch).loss)
+
+    def seconds(self, steps: int) -> float:
+        """Return the time of a step."""
+        clock = time.perf_counter if self._gpu else time.process_time
+        start = clock()
+        for _ in range(steps):
+            self.step()
+        return max((clock() - start) / steps, 1e-9)
+
+
+def _device_megabytes() -> float:
+    import torch
+
+    gc.collect()
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**20
+
+
+def compare(first: Runner, second: Runner, rounds: int) -> dict[str, Any]:
+    """Return how the time of a step with a pass compares with that without it."""
+    steps = max(int(SLICE / max(first.seconds(2), second.seconds(2))), 1)
+    times: tuple[list[float], list[float]] = ([], [])
+    for i in range(rounds):
+        sides = (0, 1) if i % 2 else (1, 0)
+        for side in sides:
+            times[side].append((first, second)[side].seconds(steps))
+    ratios = [a / b for a, b in zip(*times, strict=True)]
+    ratio = statistics.median(ratios)
+    spread = statistics.median(abs(r - ratio) for r in ratios)
+    row: dict[str, Any] = {
+        "with_ms": round(1e3 * statistics.median(times[0]), 3),
+        "without_ms": round(1e3 * statistics.median(times[1]), 3),
+        "ratio": round(ratio, 4),
+        # Of a median: 1.25 standard deviations over the root of the number of rounds.
+        "error": round(1.25 * 1.4826 * spread / math.sqrt(rounds), 4),
+    }
+    if first.megabytes is not None and second.megabytes is not None:
+        row |= {"with_mb": round(first.megabytes), "without_mb": round(second.megabytes)}
+    return row
+
+
+def effect(row: dict[str, Any]) -> int:
+    """Return -1 where a pass makes a step faster, 1 where slower, 0 within noise."""
+    distance = row["ratio"] - 1
+    if abs(distance) <= max(NOISE, 3 * row["error"]):
+        return 0
+    return -1 if distance < 0 else 1
+
+
+def measure(
+    net: Net,
+    target: str,
+    wanted: Sequence[Switch],
+    options: argparse.Namespace,
+    keep: Callable[[dict[str, Any]], None],
+    known: set[tuple[str, str]],
+) -> None:
+    """Measure what is not known yet of a net, and pass each row to `keep`."""
+    path = pass_nets.exported(net, options.models)
+    with tempfile.TemporaryDirectory() as folder, _pool(options.jobs) as run:
+        base = run(build, net, path, target, None, folder).result()
+        chosen = [s for s in wanted if s in base.used and (net.name, s.name) not in known]
+        for s in wanted:
+            if s.kind == "pass" and s not in base.used:
+                keep({"net": net.name, "kind": s.kind, "name": s.name, "changes": False})
+        if not chosen:
+            return
+        again = Switch("itself", ITSELF)
+        queue = [again] if (net.name, ITSELF) not in known else []
+        queue += chosen
+        builds = [(s, run(build, net, path, target, s, folder)) for s in queue]
+        first = Runner(net, base.folder, target)
+        for s, built in builds:
+            other = built.result()
+            row = {"net": net.name, "kind": s.kind, "name": s.name}
+            row["changes"] = other.digest != base.digest
+            if row["changes"] or s == again:
+                second = Runner(net, other.folder, target)
+                row |= compare(first, second, options.rounds)
+                del second
+                gc.collect()
+            keep(row)
+
+
+@contextlib.contextmanager
+def _pool(jobs: int) -> Iterator[Callable[..., concurrent.futures.Future[Build]]]:
+    """Return what runs a function now, or in one of several processes."""
+    if jobs > 1:
+        with concurrent.futures.ProcessPoolExecutor(jobs) as pool:
+            yield pool.submit
+        return
+
+    class Deferred:
+        """The result of a call that is made when it is asked for."""
+
+        def __init__(self, function: Callable[..., Build], *args: Any) -> None:
+            self._call = lambda: function(*args)
+
+        def result(self) -> Build:
+            """Call the function."""
+            return self._call()
+
+    yield Deferred  # type: ignore[misc]
+
+
+def tables(results: dict[str, Any]) -> str:
+    """Return the rows of a target in Markdown: one line per pass, preference and threshold."""
+    facts, target = results["machine"], results["target"]
+    rows = results["rows"]
+    titles = {n: net.workload.title for n, net in NETS[target].items()}
+    measured = list(dict.fromkeys(r["net"] for r in rows))
+    same = [r for r in rows if r["kind"] == "itself"]
+    worst = max((abs(r["ratio"] - 1) for r in same), default=0.0)
+    clock = "wall-clock time" if target == "cuda" else "processor time, one thread,"
+    parts = [
+        f"{facts['date']}, commit {facts['commit']}: `python -m benchmarks.passes --target "
+        f"{target}`, {facts.get('gpu') or facts['cpu']}, onnxruntime "
+        f"{facts['versions']['onnxruntime']}; {clock} of whole steps with AdamW. Nets: "
+        + ", ".join(titles[n] for n in measured)
+        + f". A build compared with itself differs from 1 by at most {worst:.1%}.",
+        *page.busy(facts),
+    ]
+    for kind in ("pass", "preference", "threshold"):
+        lines = []
+        for name in dict.fromkeys(r["name"] for r in rows if r["kind"] == kind):
+            of = [r for r in rows if r["name"] == name and "ratio" in r]
+            lines.append([f"`{name}`", *_summary(of, with_memory=target == "cuda")])
+        head = [kind, "nets it changes", "faster", "slower", "best (with / without)", "worst"]
+        head += ["memory"] if target == "cuda" else []
+        if lines:
+            parts.append(report.markdown(head, lines, left=1))
+    return "\n\n".join(parts)
+
+
+def _summary(rows: list[dict[str, Any]], *, with_memory: bool) -> list[str]:
+    faster = [r for r in rows if effect(r) < 0]
+    slower = [r for r in rows if effect(r) > 0]
+    cells = [str(len(rows)), str(len(faster)), str(len(slower))]
+    for some, choose in ((faster, min), (slower, max)):
+        best = choose(some, key=lambda r: r["ratio"], default=None)
+        cells.append(
+            "" if best is None else f"{best['ratio']:.3f} ± {best['error']:.3f} ({best['net']})"
+        )
+    if with_memory:
+        saved = min(
+            (r for r in rows if r["with_mb"] and r["without_mb"]),
+            key=lambda r: r["with_mb"] / r["without_mb"],
+            default=None,
+        )
+        few = saved is None or saved["with_mb"] > 0.98 * saved["without_mb"]
+        cells.append(
+            "" if few or saved is None else f"{saved['with_mb']:,} of {saved['without_mb']:,} MB "
+            f"({saved['net']})"
+        )
+    return cells
+
+
+def facts(target: str) -> dict[str, Any]:
+    """Return what a run was made on."""
+    found = machine.facts()
+    if target == "cuda":
+        import torch
+
+        found["gpu"] = torch.cuda.get_device_name(0)
+    return found
+
+
+def write() -> None:
+    """Write the tables of the stored results into the page."""
+    for target in NETS:
+        path = page.RESULTS / f"passes_{target}.json"
+        if path.exists():
+            page.write(tables(json.loads(path.read_text())), f"passes {target}", PAGE)
+
+
+def _names(text: str | None, known: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    names = list(known) if text is None else text.split(",")
+    unknown = [n for n in names if n not in known]
+    if unknown:
+        parser.error(f"unknown: {', '.join(unknown)} (expected some of {', '.join(known)})")
+    return names
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", choices=list(NETS), default="cpu")
+    parser.add_argument("--nets", help="names, separated by commas; default: all of the target")
+    parser.add_argument("--passes", help="passes, preferences and thresholds; default: all")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--jobs", type=int, default=1, help="processes that build")
+    parser.add_argument("--models", type=Path, help="folder of exported nets")
+    parser.add_argument("--export", action="store_true", help="export the nets and stop")
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/passes_TARGET.json")
+    parser.add_argument("--sizes", nargs="*", metavar="THRESHOLD", help="measure sizes around each")
+    parser.add_argument("--write", action="store_true", help="write docs/speed.md from the results")
+    options = parser.parse_args()
+    if options.sizes is not None:
+        sizes = _names(",".join(options.sizes) or None, list(thresholds.CASES), parser)
+        thresholds.run(sizes, options.rounds, write=options.write)
+        return
+    if options.write:
+        write()
+        return
+    target = options.target
+    options.models = options.models or ROOT / ".cache" / "passes" / target
+    nets = [NETS[target][n] for n in _names(options.nets, list(NETS[target]), parser)]
+    if options.export:
+        for net in nets:
+            print(pass_nets.exported(net, options.models))
+        return
+    every = switches(target)
+    names = _names(options.passes, [s.name for s in every], parser)
+    out = options.json or page.RESULTS / f"passes_{target}.json"
+    results = json.loads(out.read_text()) if out.exists() else {"target": target, "rows": []}
+    results["machine"] = facts(target) | {"others": [quiet.others()]}
+    known = {(r["net"], r["name"]) for r in results["rows"]}
+
+    def keep(row: dict[str, Any]) -> None:
+        rest = [r for r in results["rows"] if (r["net"], r["name"]) != (row["net"], row["name"])]
+        results["rows"] = [*rest, row]
+        out.write_text(json.dumps(results, indent=0) + "\n")
+        if "ratio" in row:
+            said = {-1: "faster", 0: "no effect", 1: "slower"}[effect(row)]
+            print(f"{row['net']}, {row['name']}: {row['ratio']} ± {row['error']} {said}", flush=True)
+
+    for net in nets:
+        try:
+            measure(net, target, [s for s in every if s.name in names], options, keep, known)
+        except Exception as error:  # the other nets are measured all the same
+            print(f"{net.name}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
+        results["machine"]["others"].append(quiet.others())
+    out.write_text(json.dumps(results, indent=0) + "\n")
+    print(tables(results))
+
+
+if __name__ == "__main__":
+    main()
