@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,12 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+import onnxtrain
 from benchmarks import prepare
+from benchmarks.finetuning import decoder_file
+from benchmarks.finetuning.shapes import Shape
 from benchmarks.workloads import WORKLOADS, Workload
+from onnxtrain.text import without_cache
 
 STRIPPED_BYTES = 4096
 """Weights of at least this size are not stored in exported files."""
@@ -34,17 +39,78 @@ class Net:
         """Name on the command line and in results."""
         return self.workload.name
 
+    @property
+    def title(self) -> str:
+        """Description in tables."""
+        return self.workload.title
+
+    def export(self, folder: Path) -> Path:
+        """Return the file of the net without its weights; write it if the folder has none."""
+        path = folder / f"{self.name}-{prepare.key(self.workload)[:12]}.onnx"
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            onnx.save(_strip(_export(self.workload)), path)
+        return path
+
+    def build(self, path: Path, target: str) -> onnxtrain.Artifacts:
+        """Build an exported net for a target."""
+        return onnxtrain.build(
+            read(path),
+            loss="cross_entropy",
+            optimizer="adamw",
+            target=target,
+            precision=self.precision,
+            dims=self.workload.dims(),
+            check=False,
+        )
+
+    def batch(self) -> dict[str, np.ndarray]:
+        """Return a batch by the names of the trainer's inputs."""
+        x, labels = self.workload.batch()
+        return {"x": x, "labels": labels}
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterNet:
+    """LoRA adapters on a decoder with 4-bit weights, in the operators of onnxruntime-genai."""
+
+    name: str
+    title: str
+    shape: Shape
+    batch_size: int
+    length: int
+    precision: str = "float32"
+
+    def export(self, folder: Path) -> Path:
+        """Return where the net is written; weights are drawn when it is built."""
+        return folder / f"{self.name}.onnx"
+
+    def build(self, path: Path, target: str) -> onnxtrain.Artifacts:
+        """Build the adapters for a target, with fixed sizes on a GPU."""
+        with tempfile.TemporaryDirectory() as folder:
+            model = without_cache(decoder_file.write(self.shape, Path(folder) / path.name))
+        fixed = {"batch_size": self.batch_size, "sequence_length": self.length}
+        return onnxtrain.build(
+            onnxtrain.lora(model, rank=8, alpha=16, targets="all-linear"),
+            loss="causal_lm",
+            optimizer="adamw",
+            target=target,
+            precision=self.precision,
+            dims=None if target == "cpu" else fixed,
+            check=False,
+        )
+
+    def batch(self) -> dict[str, np.ndarray]:
+        """Return a batch by the names of the trainer's inputs."""
+        rng = np.random.default_rng(0)
+        ids = rng.integers(0, self.shape.vocabulary, (self.batch_size, self.length))
+        return {"input_ids": ids, "attention_mask": np.ones_like(ids), "labels": ids}
+
 
 def _llama(width: int, layers: int, heads: int, tokens: int) -> Any:
     from benchmarks.workloads.text import Llama
 
     return lambda: Llama(tokens, width, layers, heads)
-
-
-def _fused_llama(width: int, layers: int, heads: int, tokens: int) -> Any:
-    from benchmarks.workloads.text import Llama
-
-    return lambda: Llama(tokens, width, layers, heads, fused_norm=True)
 
 
 def _gpt2(tokens: int, width: int, layers: int, heads: int, context: int) -> Any:
@@ -135,15 +201,12 @@ _CPU = (
     Net(WORKLOADS["gru"]),
     Net(_tokens("gpt2", "GPT-2 2 x 256, 4x128", _later(_gpt2, 2048, 256, 2, 4, 128), 4, 128, 2048)),
     Net(_tokens("llama", "Llama 3 x 256, 4x128", _later(_llama, 256, 3, 4, 2048), 4, 128, 2048)),
-    Net(
-        _tokens(
-            "llama-rmsnorm",
-            "Llama 3 x 256 with nn.RMSNorm, 4x128",
-            _later(_fused_llama, 256, 3, 4, 2048),
-            4,
-            128,
-            2048,
-        )
+    AdapterNet(
+        "adapters-4bit",
+        "LoRA on a 4-bit decoder 3 x 256, 2x128",
+        Shape(2048, 256, 640, 3, 4, 2),
+        batch_size=2,
+        length=128,
     ),
     Net(
         Workload(
@@ -179,9 +242,7 @@ _CUDA = (
         "bf16-mixed",
     ),
     Net(
-        _tokens(
-            "gpt2", "GPT-2 4 x 768, 8x512", _later(_gpt2, 8000, 768, 4, 12, 512), 8, 512, 8000
-        ),
+        _tokens("gpt2", "GPT-2 4 x 768, 8x512", _later(_gpt2, 8000, 768, 4, 12, 512), 8, 512, 8000),
         "bf16-mixed",
     ),
     Net(
@@ -228,20 +289,11 @@ _CUDA = (
     ),
 )
 
-NETS: dict[str, dict[str, Net]] = {
+NETS: dict[str, dict[str, Net | AdapterNet]] = {
     "cpu": {net.name: net for net in _CPU},
     "cuda": {net.name: net for net in _CUDA},
 }
 """Nets by target and name."""
-
-
-def exported(net: Net, folder: Path) -> Path:
-    """Return the file of a net without its weights; export it if the folder has none."""
-    path = folder / f"{net.name}-{prepare.key(net.workload)[:12]}.onnx"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        onnx.save(_strip(_export(net.workload)), path)
-    return path
 
 
 def _export(workload: Workload) -> onnx.ModelProto:

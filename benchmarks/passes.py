@@ -8,9 +8,11 @@
     python -m benchmarks.passes --write                           # the tables of docs/speed.md
 
 Each net is built with everything on and once more without one pass, preference or threshold. Where
-the two builds differ, their steps run in turns, and the ratio is the median over the rounds: below
-1 the pass pays. A pass has an effect where the ratio differs from 1 by more than `NOISE` and by
-more than three standard errors. The first row of a net compares a build with itself.
+the two builds differ, their steps run in turns, and the ratio of times is the median over the
+rounds: below 1 the pass pays. Two trainers of the same build differ by a few percent, because their
+memory lies elsewhere. So trainers are created anew for every repetition, and a pass has an effect
+where all repetitions lie on the same side of 1 by more than `NOISE`. The first row of a net
+compares a build with itself.
 
 Times are processor time of one thread on the CPU and wall-clock time on a GPU. Rows that the JSON
 file has already are not measured again, so that a run may be split (`--nets`, `--passes`) or
@@ -26,7 +28,6 @@ import dataclasses
 import gc
 import hashlib
 import json
-import math
 import statistics
 import sys
 import tempfile
@@ -37,19 +38,21 @@ from pathlib import Path
 from typing import Any
 
 import onnxtrain
-from benchmarks import machine, page, pass_nets, quiet, report, thresholds, verdicts
-from benchmarks.pass_nets import NETS, Net
+from benchmarks import machine, page, quiet, report, thresholds
+from benchmarks.pass_nets import NETS, AdapterNet, Net
 from benchmarks.peers import ROOT
 from onnxtrain import targets
 from onnxtrain import thresholds as T
 from onnxtrain.optimize import pipeline
 
 PAGE = ROOT / "docs" / "speed.md"
-ROUNDS, SLICE = 15, 0.1
-"""Rounds of a comparison, and the seconds that each side runs in a round."""
-NOISE = 0.01
-"""Ratios this close to 1 count as no effect: rebuilding a net moves its memory by as much."""
+REPEATS = {"cpu": 5, "cuda": 2}
+ROUNDS, SLICE = 4, 0.1
+"""Rounds of a repetition, and seconds that each side runs in a round."""
+NOISE = 0.005
+"""A repetition whose ratio is this close to 1 shows no effect."""
 ITSELF = "(itself)"
+AnyNet = Net | AdapterNet
 _LISTS = ("AFTER_LAST_GRADIENT", "INPUTS", "FUSIONS", "BEFORE", "AFTER", "FINAL")
 _ALL_OFF = {"from": 1 << 60, "up to": 0, "below": 0}
 
@@ -156,22 +159,14 @@ class Build:
     used: frozenset[Switch] = frozenset()
 
 
-def build(net: Net, path: Path, target: str, switch: Switch | None, folder: str) -> Build:
+def build(net: AnyNet, path: Path, target: str, switch: Switch | None, folder: str) -> Build:
     """Build a net, without what a switch turns off, and save it."""
     warnings.simplefilter("ignore")
     with contextlib.ExitStack() as stack:
         used = stack.enter_context(recording()) if switch is None else set[Switch]()
         if switch is not None:
             stack.enter_context(without(switch, target))
-        artifacts = onnxtrain.build(
-            pass_nets.read(path),
-            loss="cross_entropy",
-            optimizer="adamw",
-            target=target,
-            precision=net.precision,
-            dims=net.workload.dims(),
-            check=False,
-        )
+        artifacts = net.build(path, target)
     digest = hashlib.sha256()
     for name, model in sorted(artifacts.models.items()):
         digest.update(name.encode() + model.SerializeToString(deterministic=True))
@@ -183,19 +178,19 @@ def build(net: Net, path: Path, target: str, switch: Switch | None, folder: str)
 class Runner:
     """A trainer of a build, and the memory that it takes on a device."""
 
-    def __init__(self, net: Net, folder: str, target: str) -> None:
-        self._batch, self._gpu = net.workload.batch(), target == "cuda"
+    def __init__(self, net: AnyNet, folder: str, target: str) -> None:
+        self._batch, self._gpu = net.batch(), target == "cuda"
         before = _device_megabytes() if self._gpu else 0.0
         device = "cuda" if self._gpu else "cpu"
         self._trainer = onnxtrain.Trainer(folder, device=device, threads=1)
         self._trainer.lr = 1e-6
         for _ in range(4):  # warm-up, capture and its check, and one replay
             self.step()
-        self.megabytes = _device_megabytes() - before if self._gpu else None
+        self.megabytes = _device_megabytes() - before if self._gpu else 0.0
 
     def step(self) -> None:
         """Train a step; reading the loss waits for the device."""
-        float(self._trainer.step(*self._batch).loss)
+        float(self._trainer.step(**self._batch).loss)
 
     def seconds(self, steps: int) -> float:
         """Return the time of a step."""
@@ -215,39 +210,44 @@ def _device_megabytes() -> float:
     return (total - free) / 2**20
 
 
-def compare(first: Runner, second: Runner, rounds: int) -> dict[str, Any]:
-    """Return how the time of a step with a pass compares with that without it."""
-    steps = max(int(SLICE / max(first.seconds(2), second.seconds(2))), 1)
-    times: tuple[list[float], list[float]] = ([], [])
-    for i in range(rounds):
-        sides = (0, 1) if i % 2 else (1, 0)
-        for side in sides:
-            times[side].append((first, second)[side].seconds(steps))
-    ratios = [a / b for a, b in zip(*times, strict=True)]
-    ratio = statistics.median(ratios)
-    spread = statistics.median(abs(r - ratio) for r in ratios)
+def compare(net: AnyNet, folders: tuple[str, str], target: str, repeats: int) -> dict[str, Any]:
+    """Return how the time of a step of the first build compares with that of the second."""
+    ratios, every, megabytes = [], ([], []), (0.0, 0.0)
+    for repeat in range(repeats):
+        order = (0, 1) if repeat % 2 else (1, 0)
+        runners = {side: Runner(net, folders[side], target) for side in order}
+        steps = max(int(SLICE / max(r.seconds(2) for r in runners.values())), 1)
+        times: tuple[list[float], list[float]] = ([], [])
+        for i in range(ROUNDS):
+            for side in (0, 1) if i % 2 else (1, 0):
+                times[side].append(runners[side].seconds(steps))
+        ratios.append(statistics.median(a / b for a, b in zip(*times, strict=True)))
+        for side in (0, 1):
+            every[side].extend(times[side])
+        megabytes = (runners[0].megabytes, runners[1].megabytes)
+        del runners
+        gc.collect()
     row: dict[str, Any] = {
-        "with_ms": round(1e3 * statistics.median(times[0]), 3),
-        "without_ms": round(1e3 * statistics.median(times[1]), 3),
-        "ratio": round(ratio, 4),
-        # Of a median: 1.25 standard deviations over the root of the number of rounds.
-        "error": round(1.25 * 1.4826 * spread / math.sqrt(rounds), 4),
+        "with_ms": round(1e3 * statistics.median(every[0]), 3),
+        "without_ms": round(1e3 * statistics.median(every[1]), 3),
+        "ratio": round(statistics.median(ratios), 4),
+        "low": round(min(ratios), 4),
+        "high": round(max(ratios), 4),
     }
-    if first.megabytes is not None and second.megabytes is not None:
-        row |= {"with_mb": round(first.megabytes), "without_mb": round(second.megabytes)}
+    if target == "cuda":
+        row |= {"with_mb": round(megabytes[0]), "without_mb": round(megabytes[1])}
     return row
 
 
 def effect(row: dict[str, Any]) -> int:
     """Return -1 where a pass makes a step faster, 1 where slower, 0 within noise."""
-    distance = row["ratio"] - 1
-    if abs(distance) <= max(NOISE, 3 * row["error"]):
-        return 0
-    return -1 if distance < 0 else 1
+    if row["high"] < 1 - NOISE:
+        return -1
+    return 1 if row["low"] > 1 + NOISE else 0
 
 
 def measure(
-    net: Net,
+    net: AnyNet,
     target: str,
     wanted: Sequence[Switch],
     options: argparse.Namespace,
@@ -255,7 +255,7 @@ def measure(
     known: set[tuple[str, str]],
 ) -> None:
     """Measure what is not known yet of a net, and pass each row to `keep`."""
-    path = pass_nets.exported(net, options.models)
+    path = net.export(options.models)
     with tempfile.TemporaryDirectory() as folder, _pool(options.jobs) as run:
         base = run(build, net, path, target, None, folder).result()
         chosen = [s for s in wanted if s in base.used and (net.name, s.name) not in known]
@@ -268,16 +268,13 @@ def measure(
         queue = [again] if (net.name, ITSELF) not in known else []
         queue += chosen
         builds = [(s, run(build, net, path, target, s, folder)) for s in queue]
-        first = Runner(net, base.folder, target)
         for s, built in builds:
             other = built.result()
             row = {"net": net.name, "kind": s.kind, "name": s.name}
             row["changes"] = other.digest != base.digest
             if row["changes"] or s == again:
-                second = Runner(net, other.folder, target)
-                row |= compare(first, second, options.rounds)
-                del second
-                gc.collect()
+                folders = (base.folder, other.folder)
+                row |= compare(net, folders, target, options.repeats)
             keep(row)
 
 
@@ -306,7 +303,7 @@ def tables(results: dict[str, Any]) -> str:
     """Return the rows of a target in Markdown: one line per pass, preference and threshold."""
     facts, target = results["machine"], results["target"]
     rows = results["rows"]
-    titles = {n: net.workload.title for n, net in NETS[target].items()}
+    titles = {n: net.title for n, net in NETS[target].items()}
     measured = list(dict.fromkeys(r["net"] for r in rows))
     same = [r for r in rows if r["kind"] == "itself"]
     worst = max((abs(r["ratio"] - 1) for r in same), default=0.0)
@@ -337,9 +334,7 @@ def _summary(rows: list[dict[str, Any]], *, with_memory: bool) -> list[str]:
     cells = [str(len(rows)), str(len(faster)), str(len(slower))]
     for some, choose in ((faster, min), (slower, max)):
         best = choose(some, key=lambda r: r["ratio"], default=None)
-        cells.append(
-            "" if best is None else f"{best['ratio']:.3f} ± {best['error']:.3f} ({best['net']})"
-        )
+        cells.append("" if best is None else f"{_spread(best)}, {best['net']}")
     if with_memory:
         saved = min(
             (r for r in rows if r["with_mb"] and r["without_mb"]),
@@ -348,10 +343,15 @@ def _summary(rows: list[dict[str, Any]], *, with_memory: bool) -> list[str]:
         )
         few = saved is None or saved["with_mb"] > 0.98 * saved["without_mb"]
         cells.append(
-            "" if few or saved is None else f"{saved['with_mb']:,} of {saved['without_mb']:,} MB "
-            f"({saved['net']})"
+            ""
+            if few or saved is None
+            else f"{saved['with_mb']:,} of {saved['without_mb']:,} MB ({saved['net']})"
         )
     return cells
+
+
+def _spread(row: dict[str, Any]) -> str:
+    return f"{row['ratio']:.3f} ({row['low']:.3f}-{row['high']:.3f})"
 
 
 def facts(target: str) -> dict[str, Any]:
@@ -385,7 +385,7 @@ def main() -> None:
     parser.add_argument("--target", choices=list(NETS), default="cpu")
     parser.add_argument("--nets", help="names, separated by commas; default: all of the target")
     parser.add_argument("--passes", help="passes, preferences and thresholds; default: all")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--repeats", type=int, help="repetitions, each with new trainers")
     parser.add_argument("--jobs", type=int, default=1, help="processes that build")
     parser.add_argument("--models", type=Path, help="folder of exported nets")
     parser.add_argument("--export", action="store_true", help="export the nets and stop")
@@ -395,17 +395,18 @@ def main() -> None:
     options = parser.parse_args()
     if options.sizes is not None:
         sizes = _names(",".join(options.sizes) or None, list(thresholds.CASES), parser)
-        thresholds.run(sizes, options.rounds, write=options.write)
+        thresholds.run(sizes, write=options.write)
         return
     if options.write:
         write()
         return
     target = options.target
+    options.repeats = options.repeats or REPEATS[target]
     options.models = options.models or ROOT / ".cache" / "passes" / target
     nets = [NETS[target][n] for n in _names(options.nets, list(NETS[target]), parser)]
     if options.export:
         for net in nets:
-            print(pass_nets.exported(net, options.models))
+            print(net.export(options.models))
         return
     every = switches(target)
     names = _names(options.passes, [s.name for s in every], parser)
@@ -420,7 +421,7 @@ def main() -> None:
         out.write_text(json.dumps(results, indent=0) + "\n")
         if "ratio" in row:
             said = {-1: "faster", 0: "no effect", 1: "slower"}[effect(row)]
-            print(f"{row['net']}, {row['name']}: {row['ratio']} ± {row['error']} {said}", flush=True)
+            print(f"{row['net']}, {row['name']}: {_spread(row)} {said}", flush=True)
 
     for net in nets:
         try:

@@ -20,7 +20,7 @@ from typing import Any
 import onnxtrain
 from benchmarks import machine, page, quiet, report, verdicts
 from benchmarks.peers import ROOT
-from benchmarks.threshold_nets import CASES, CUDA_SIDES, NOT_MEASURED, Case, Net
+from benchmarks.threshold_nets import CASES, NOT_MEASURED, Case, Net
 from onnxtrain import thresholds as T
 
 PAGE = ROOT / "docs" / "speed.md"

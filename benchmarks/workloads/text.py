@@ -131,10 +131,10 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 class LlamaBlock(nn.Module):
     """Causal attention with rotary embedding and a SwiGLU layer, each behind a norm."""
 
-    def __init__(self, width: int, heads: int, norm: type[nn.Module]) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.input_norm, self.post_norm = norm(width), norm(width)
+        self.input_norm, self.post_norm = RMSNorm(width), RMSNorm(width)
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
         hidden = width * 8 // 3 // 64 * 64
         self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
@@ -160,22 +160,13 @@ class LlamaBlock(nn.Module):
 class Llama(nn.Module):
     """A decoder like Llama: RMS norms, rotary embedding, SwiGLU, a boolean causal mask."""
 
-    def __init__(
-        self,
-        tokens: int,
-        width: int = 256,
-        layers: int = 4,
-        heads: int = 4,
-        *,
-        fused_norm: bool = False,
-    ) -> None:
+    def __init__(self, tokens: int, width: int, layers: int, heads: int) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.tokens, self.size = tokens, width // heads
-        norm = nn.RMSNorm if fused_norm else RMSNorm
         self.embed = nn.Embedding(tokens, width)
-        self.layers = nn.ModuleList(LlamaBlock(width, heads, norm) for _ in range(layers))
-        self.norm, self.head = norm(width), nn.Linear(width, tokens, bias=False)
+        self.layers = nn.ModuleList(LlamaBlock(width, heads) for _ in range(layers))
+        self.norm, self.head = RMSNorm(width), nn.Linear(width, tokens, bias=False)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         """Return scores of the next word at each place."""

@@ -1,4 +1,9 @@
-"""Scores of attention: a softmax over a product of queries and keys, scaled and masked."""
+"""Match the scores of attention: a softmax of a matmul of queries and keys, scaled and masked.
+
+`match_attention_scores` walks up from a softmax, because any number of scales and masks may lie in
+between. `attention_scale` and `AttentionScores.fits_fused_attention` then tell whether CUDA's fused
+operator can replace them.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +17,19 @@ from onnxtrain.graph.nodes import is_op
 from onnxtrain.graph.shapes.dims import Dim
 
 FUSED_ATTENTION_DTYPES = (ir.DataType.BFLOAT16,)
-"""Types of attention that CUDA has a fast operator for."""
-_MAX_HEAD_SIZE = 256
-PADDED_ATTENTION = "counted keys and features"
-"""What the node of a softmax knows if others of its keys are closed, and nothing else masks any."""
+"""Types for which CUDA has a fast Attention kernel."""
+_MAX_HEAD_SIZE = 256  # of that kernel
+PADDED_ATTENTION = "unpadded keys and features"
+"""Key in the `meta` of a Softmax node whose keys are padded, and that has no other mask."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionScores:
-    """How the weights of attention are made.
+    """How attention weights are computed.
 
     Attributes:
-        nodes: from the product to the softmax.
-        operands: all that these read of others.
+        nodes: from the matmul of queries and keys to the softmax.
+        operands: all values that these nodes read and do not compute.
     """
 
     nodes: tuple[ir.Node, ...]
@@ -32,31 +37,31 @@ class AttentionScores:
 
     @property
     def query(self) -> ir.Value:
-        """The left side of the product."""
+        """The left operand of the matmul."""
         x = self.nodes[0].inputs[0]
         assert x is not None
         return x
 
     @property
     def key(self) -> ir.Value:
-        """The right side of the product, transposed already."""
+        """The right operand of the matmul, already transposed."""
         x = self.nodes[0].inputs[1]
         assert x is not None
         return x
 
     @property
-    def counted(self) -> tuple[int, int] | None:
-        """How many keys and features count, if there are others, which are closed."""
+    def unpadded(self) -> tuple[int, int] | None:
+        """Numbers of keys and features without padding; None if there is no padding."""
         return self.nodes[-1].meta.get(PADDED_ATTENTION)
 
     @property
     def width(self) -> Dim:
-        """How many features count."""
-        return (S.dims_of(self.query) or (None,))[-1] if self.counted is None else self.counted[1]
+        """Features of a head without padding."""
+        return (S.dims_of(self.query) or (None,))[-1] if self.unpadded is None else self.unpadded[1]
 
     @property
     def is_long(self) -> bool:
-        """Whether a row of scores is much longer than what it is made of."""
+        """Whether rows of scores are much longer than a head is wide."""
         width = (S.dims_of(self.query) or (None,))[-1]
         length = (S.dims_of(self.key) or (None,))[-1]
         if not isinstance(width, int) or not isinstance(length, int):
@@ -65,35 +70,35 @@ class AttentionScores:
 
     @property
     def fits_fused_attention(self) -> bool:
-        """Whether CUDA's operator for attention can make its result: 16 bits, without a mask."""
+        """Whether CUDA's Attention kernel supports it: 16 bits, no mask, narrow heads."""
         query, key = S.dims_of(self.query), S.dims_of(self.key)
         if self.query.dtype not in FUSED_ATTENTION_DTYPES or query is None or key is None:
             return False
         width = self.width
-        whole = len(query) == 4 and query[:2] == key[:2]
-        whole = whole and sum(not isinstance(d, int) for d in key) < 2 and None not in query
+        has_heads = len(query) == 4 and query[:2] == key[:2]
+        is_known = sum(not isinstance(d, int) for d in key) < 2 and None not in query
         fits = isinstance(width, int) and width % 8 == 0 and width <= _MAX_HEAD_SIZE
-        return whole and fits and attention_scale(self) is not None
+        return has_heads and is_known and fits and attention_scale(self) is not None
 
 
 def attention_scale(scores: AttentionScores) -> float | None:
-    """Return what scores are multiplied by, if nothing else happens to them."""
-    factor = 1.0
+    """Return the factor of the scores, or None if they are also masked."""
+    scale = 1.0
     for node in scores.nodes[1:-1]:
-        if scores.counted is not None and is_op(node, "Add"):  # closes other keys
+        if scores.unpadded is not None and is_op(node, "Add"):  # masks the padding
             continue
-        x, number = node.inputs[0], S.constant_of(node.inputs[1])
-        if not is_op(node, "Mul", "Div") or x is None or number is None or number.size != 1:
+        x, factor = node.inputs[0], S.constant_of(node.inputs[1])
+        if not is_op(node, "Mul", "Div") or x is None or factor is None or factor.size != 1:
             return None
-        if not S.same_shape(x, node.outputs[0]) or not float(number.item()):
+        if not S.same_shape(x, node.outputs[0]) or not float(factor.item()):
             return None
-        value = float(number.item())
-        factor = factor * value if is_op(node, "Mul") else factor / value
-    return factor
+        value = float(factor.item())
+        scale = scale * value if is_op(node, "Mul") else scale / value
+    return scale
 
 
 def match_attention_scores(softmax: ir.Node) -> AttentionScores | None:
-    """Return what a softmax over the last axis is made of, if that is a product of matrices."""
+    """Return how the input of a softmax over the last axis is computed, if by a batched matmul."""
     x, y = softmax.inputs[0], softmax.outputs[0]
     rank, axis = len(S.dims_of(y) or ()), softmax.attributes.get("axis")
     if rank < 3 or (axis is not None and axis.as_int() not in (-1, rank - 1)):
@@ -117,7 +122,7 @@ def match_attention_scores(softmax: ir.Node) -> AttentionScores | None:
 
 
 def live_uses(x: ir.Value) -> list[tuple[ir.Node, int]]:
-    """Return the uses of a value, without nodes that nothing reads."""
+    """Return the uses of a value by nodes that are not dead."""
     return [
         (node, i)
         for node, i in x.uses()
@@ -126,12 +131,12 @@ def live_uses(x: ir.Value) -> list[tuple[ir.Node, int]]:
 
 
 def _scores_operand(node: ir.Node, scores: ir.Value) -> ir.Value | None:
-    """Return the one operand of a sum, a factor or a mask that is as large as the scores."""
+    """Return the operand of a scale or a mask that has the shape of the scores."""
     if not is_op(node, "Add", "Sub", "Mul", "Div", "Where"):
         return None
-    numbers = [x for x in node.inputs if x is not None and x.dtype == scores.dtype]
-    large = [x for x in numbers if S.same_shape(x, scores)]
-    if len(large) > 1:  # a mask of each head: the product is the one to go on with
+    same_type = [x for x in node.inputs if x is not None and x.dtype == scores.dtype]
+    large = [x for x in same_type if S.same_shape(x, scores)]
+    if len(large) > 1:  # the mask has a row per head; the scores come from the matmul
         large = [x for x in large if (p := x.producer()) is not None and is_op(p, "MatMul")]
     return large[0] if len(large) == 1 else None
 

@@ -1,20 +1,8 @@
-"""Forward convolutions of small images as products.
+"""Rewrites of convolution and pooling for the CPU.
 
-``Conv(x, W) + b = columns(x) @ W^T + b``, where a row of ``columns`` holds what a window reads. The
-gradient of the weight is a product with the same columns.
-
-Where the maxima of a pooling are, found without MaxPool's second output.
-
-onnxruntime has a fast kernel for pooling on CPUs, but not if Indices are asked for. Where windows
-do not overlap, the pooled picture is enlarged again and compared with the input. Positions that
-are equal get a number that falls in the order of the axes; a second pooling, of these numbers,
-finds the first of them.
-
-Operators that may trade places, put into the order that costs less.
-
-``MaxPool(Relu(x)) = Relu(MaxPool(x))``, as Relu is monotone. The gradients are the same, too: a
-positive maximum is the same element, and from others nothing comes back. After the pooling there
-are fewer elements to look at, forward and backward.
+- `conv_as_matmul`: convolutions of small images become one matmul over the batch.
+- `maxpool_indices`: the second output of MaxPool is computed by a second pooling.
+- `move_relu_after_maxpool`: `MaxPool(Relu(x)) -> Relu(MaxPool(x))`, on all targets.
 """
 
 from __future__ import annotations
@@ -37,9 +25,18 @@ from onnxtrain.graph.windows import (
     window_geometry,
 )
 
+# Convolutions.
+
 
 def conv_as_matmul(model: ir.Model, op: OpBuilder) -> int:
-    """Turn forward convolutions of small images by a parameter into products; return how many."""
+    """Replace forward convolutions of small images with matmuls; return how many.
+
+        before:  Conv(x, W, b)
+        after:   im2col(x) W^T + b
+
+    The rows of `im2col(x)` hold what each window reads; the gradient of the weight reads the same
+    matrix. Runs after differentiation, because the gradient rule of Conv beats that of the matmul.
+    """
     changed = 0
     for node in nodes(op.graph, "Conv"):
         x, w, b = (*node.inputs, None)[:3]
@@ -47,7 +44,7 @@ def conv_as_matmul(model: ir.Model, op: OpBuilder) -> int:
         if x is None or w is None or not w.is_graph_input() or y.is_graph_output():
             continue
         options = S.attributes_of(node, op.opset)
-        win = _windows_of(options, w)
+        win = _explicit_windows(options, w)
         if win is None or not prefers_im2col_matmul(
             conv_shape_of(op, x, y, w, win, options["group"])
         ):
@@ -61,7 +58,7 @@ def conv_as_matmul(model: ir.Model, op: OpBuilder) -> int:
 def _im2col_matmul(
     op: OpBuilder, x: ir.Value, w: ir.Value, b: ir.Value | None, y: ir.Value, win: Windows
 ) -> ir.Value:
-    """Return ``columns @ W^T + b`` in the shape of ``y``."""
+    """Return `im2col(x) W^T + b` in the shape of `y`."""
     outs, positions, n = op.dims(w)[0], op.dims(y)[2:], win.rank
     rows = im2col(op, x, win, taps_first=False)
     product = op.Gemm(rows, op.Reshape(w, [outs, -1]), b, transB=1)
@@ -71,8 +68,8 @@ def _im2col_matmul(
     return product
 
 
-def _windows_of(options: dict[str, Any], w: ir.Value) -> Windows | None:
-    """Return the windows of a convolution with explicit padding."""
+def _explicit_windows(options: dict[str, Any], w: ir.Value) -> Windows | None:
+    """Return the windows of a convolution, unless its padding depends on the size of the image."""
     if w.shape is None or options["auto_pad"] not in ("NOTSET", "VALID"):
         return None
     pads = None if options["auto_pad"] == "VALID" else options["pads"]
@@ -82,21 +79,30 @@ def _windows_of(options: dict[str, Any], w: ir.Value) -> Windows | None:
     )
 
 
-_EXACT = 1 << 24
-"""Whole numbers up to here are float32."""
+# Indices of MaxPool.
+
+_MAX_EXACT_FLOAT = 1 << 24  # float32 holds all whole numbers up to here
 
 
 def maxpool_indices(model: ir.Model, op: OpBuilder) -> int:
-    """Compute Indices by other nodes where that is faster; return how many there were."""
-    nodes, replaced = list(op.graph), 0
-    for node, after in zip(nodes, [*nodes[1:], None], strict=True):
+    """Compute Indices of MaxPool with windows side by side from its maxima; return how many.
+
+        before:  y, indices = MaxPool(x)
+        after:   y = MaxPool(x)
+                 rank = (x == Resize(y)) * [area, area - 1, ..., 1]
+                 indices = end of the image - MaxPool(rank)
+
+    onnxruntime's fast pooling kernel does not compute Indices. Ranks fall in the order of axes, so
+    that the second pooling finds the first of equal maxima, as the operator does.
+    """
+    order, replaced = list(op.graph), 0
+    for node, following in zip(order, [*order[1:], None], strict=True):
         if not _has_indices(node):
             continue
-        kernel, picture = _whole_windows(op, node)
-        if kernel is None or picture is None:
+        kernel, image = _tiling_windows(op, node)
+        if kernel is None or image is None:
             continue
-        here = op.before(after)
-        indices = _first_maxima(here, node, kernel, picture)
+        indices = _first_maxima(op.before(following), node, kernel, image)
         old = node.outputs[1]
         indices.type, indices.shape = old.type, old.shape
         old.replace_all_uses_with(indices)
@@ -110,36 +116,36 @@ def _has_indices(node: ir.Node) -> bool:
     return bool(node.outputs[1].uses()) and not node.outputs[1].is_graph_output()
 
 
-def _whole_windows(
+def _tiling_windows(
     op: OpBuilder, node: ir.Node
 ) -> tuple[tuple[int, int], tuple[int, int]] | tuple[None, None]:
-    """Return kernel and picture, if windows of float32 numbers lie side by side and fill it."""
+    """Return the sizes of kernel and image, if windows of float32 lie side by side and fill it."""
     x = node.inputs[0]
-    no = None, None
+    unsupported = None, None
     if x is None or x.dtype != ir.DataType.FLOAT or op.rank(x) != 4:
-        return no
+        return unsupported
     size = D.static_sizes(op.dims(x)[1:])
     options = S.attributes_of(node, op.opset)
     kernel = options["kernel_shape"]
     if size is None or options["strides"] != kernel:
-        return no
+        return unsupported
     if any(options["pads"] or ()) or any(d != 1 for d in options["dilations"] or ()):
-        return no
+        return unsupported
     if options["auto_pad"] != "NOTSET" or options["storage_order"]:
-        return no
+        return unsupported
     (height, width), (rows, columns) = size[1:], kernel
-    if height % rows or width % columns or height * width > _EXACT:
-        return no
+    if height % rows or width % columns or height * width > _MAX_EXACT_FLOAT:
+        return unsupported
     return (rows, columns), (height, width)
 
 
 def _first_maxima(
-    op: OpBuilder, node: ir.Node, kernel: tuple[int, int], picture: tuple[int, int]
+    op: OpBuilder, node: ir.Node, kernel: tuple[int, int], image: tuple[int, int]
 ) -> ir.Value:
     """Return the flat position of the first maximum of each window."""
     x, y = node.inputs[0], node.outputs[0]
     assert x is not None
-    area, (rows, columns) = picture[0] * picture[1], kernel
+    area, (rows, columns) = image[0] * image[1], kernel
     enlarged = op.Resize(
         y,
         None,
@@ -149,14 +155,14 @@ def _first_maxima(
         nearest_mode="floor",
     )
     enlarged.shape = x.shape
-    # Counted from the end of the picture, so that the first position has the largest number.
-    number = area - np.arange(area).reshape(picture)
-    equal = op.Cast(op.Equal(x, enlarged), to=ir.DataType.FLOAT)
-    numbers = op.Mul(equal, op.const(number, ir.DataType.FLOAT))
-    best = op.MaxPool(numbers, kernel_shape=list(kernel), strides=list(kernel))
-    # The fast kernel makes the least finite number of a window of minus infinities. Their first
-    # one is it, as always among equals.
-    start = op.const(number[::rows, ::columns], ir.DataType.FLOAT)
+    # Counted from the end of the image, so that the first position has the highest rank.
+    rank = area - np.arange(area).reshape(image)
+    is_maximum = op.Cast(op.Equal(x, enlarged), to=ir.DataType.FLOAT)
+    ranks = op.Mul(is_maximum, op.const(rank, ir.DataType.FLOAT))
+    best = op.MaxPool(ranks, kernel_shape=list(kernel), strides=list(kernel))
+    # For a window of minus infinities the fast kernel returns the lowest finite float, which equals
+    # no element. The first position is right, as always among equals.
+    start = op.const(rank[::rows, ::columns], ir.DataType.FLOAT)
     best = op.Where(op.Equal(best, 0.0), start, best)
     channels = op.dims(x)[1]
     assert isinstance(channels, int)
@@ -166,17 +172,33 @@ def _first_maxima(
     return op.Sub(ends, op.Cast(best, to=ir.DataType.INT64))
 
 
+# Relu before MaxPool.
+
+
 def move_relu_after_maxpool(model: ir.Model, op: OpBuilder) -> int:
-    """Put pooling by maximum in front of a Relu that nothing else reads; return how many moved."""
+    """Swap MaxPool with a Relu that only it reads; return how many.
+
+        before:  MaxPool(Relu(x))
+        after:   Relu(MaxPool(x))
+
+    Relu is monotonic, so values are equal. So are gradients: a positive maximum is the same
+    element, and other elements get zero. After pooling there are fewer elements, forward and
+    backward.
+    """
     graph, moved = model.graph, 0
     for pool in nodes(graph, "MaxPool"):
         x = pool.inputs[0]
         relu = None if x is None else x.producer()
         if x is None or relu is None or not is_op(relu, "Relu") or relu.graph is not graph:
             continue
-        alone = len(x.uses()) == 1 and not x.is_graph_output()
+        is_used_once = len(x.uses()) == 1 and not x.is_graph_output()
         y = pool.outputs[0]
-        if not alone or len(pool.outputs) > 1 or y.is_graph_output() or not _reads_input(pool):
+        if (
+            not is_used_once
+            or len(pool.outputs) > 1
+            or y.is_graph_output()
+            or not _reads_elements(pool)
+        ):
             continue
         source = relu.inputs[0]
         assert source is not None
@@ -194,8 +216,8 @@ def move_relu_after_maxpool(model: ir.Model, op: OpBuilder) -> int:
     return moved
 
 
-def _reads_input(pool: ir.Node) -> bool:
-    """Return whether every window reads more than padding, whose maximum is no element's."""
+def _reads_elements(pool: ir.Node) -> bool:
+    """Return whether every window reads an element; a window of padding alone has no maximum."""
     kernel, pads = (pool.attributes.get(name) for name in ("kernel_shape", "pads"))
     ceil = pool.attributes.get("ceil_mode")
     if kernel is None or (ceil is not None and ceil.as_int()):

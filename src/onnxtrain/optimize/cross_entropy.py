@@ -1,23 +1,11 @@
-"""The standard's label losses in plain operators, after their gradients have been made.
+"""Rewrites of cross entropy: label losses, their gradient in 16 bits, and padded vocabularies.
 
-No stock runtime has a kernel for SoftmaxCrossEntropyLoss or NegativeLogLikelihoodLoss: it inlines a
-general body of up to 30 nodes when it loads the model. These are fewer, and they share what the
-gradient computes, too.
-
-Cross entropy's gradient rounded to 16 bits before the labels are marked in it, not behind.
-
-With ``bf16-mixed`` the gradient of the scores of a large vocabulary is ``p`` less one at the label,
-made in float32 and rounded in the end. To replace one element per row a kernel copies all others,
-so they are rounded first: half as much is copied. At the label the difference is still taken in
-float32: there ``p`` may be so near one that 16 bits know no difference.
-
-Scores of many classes, so many that kernels can read them in whole words.
-
-A product whose rows are no multiple of eight numbers long has a slow kernel on a GPU, and so have
-both products of its gradient: a vocabulary of 50,257 words costs up to twice the time of one of
-50,264. So the weight gets rows for a few classes more, whose scores are so low that their
-probability is zero and nothing comes back from them. The rows are no parameters: each of them reads
-one number that is put behind every row of the input, and is always 1.
+- `expand_label_losses`: SoftmaxCrossEntropyLoss and NegativeLogLikelihoodLoss become plain
+  operators after differentiation.
+- `narrow_cross_entropy_grad` (CUDA, bf16-mixed): the gradient is cast before 1 is subtracted at
+  the labels, not after.
+- `pad_vocabulary` (CUDA): weights of the last layer get columns for classes that never win, so that
+  rows are aligned.
 """
 
 from __future__ import annotations
@@ -31,37 +19,46 @@ import onnx_ir as ir
 from onnxtrain import thresholds as T
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder, replace_value
+from onnxtrain.graph.match import Match, checked
 from onnxtrain.graph.nodes import is_op, nodes
 from onnxtrain.graph.shapes.dims import Dim
 from onnxtrain.importer import constant_names, mark_constants
 from onnxtrain.targets import Target
 
-_TINY = 1e-30  # a probability below has few digits, or none, in float32
+# Label losses.
+
+_TINY = 1e-30  # probabilities below this have few significant digits, or none, in float32
 
 
 def expand_label_losses(model: ir.Model, op: OpBuilder) -> int:
-    """Replace label losses of the main graph by plain operators; return how many.
+    """Replace label losses of the main graph with plain operators; return how many.
 
-    To be called after differentiation and before ``simplify``: the operators' own gradient rules
-    are faster than those of what they are replaced by.
+    Stock onnxruntime has no kernels for these operators and inlines a body of up to 30 nodes. The
+    nodes here are fewer, and the gradient shares some of them:
+
+        before:  loss, logp = SoftmaxCrossEntropyLoss(x, labels);  p = Exp(logp)
+        after:   p = Softmax(x);  loss = mean(-log(p[labels]))
+
+    Runs after differentiation, because the operators' own gradient rules are faster than those of
+    the expansion, and before `simplify`, which merges nodes with those of the gradient.
     """
     count = 0
     for node in nodes(model.graph, "SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):
-        known = set(model.graph.initializers)
-        _decompose_loss(model.graph, node, op.target)
+        existing = set(model.graph.initializers)
+        _expand_loss(model.graph, node, op.target)
         count += 1
-        mark_constants(model, set(model.graph.initializers) - known)
+        mark_constants(model, set(model.graph.initializers) - existing)
     _merge_constants(model)
     return count
 
 
-def _decompose_loss(graph: ir.Graph, node: ir.Node, target: Target) -> None:
+def _expand_loss(graph: ir.Graph, node: ir.Node, target: Target) -> None:
     op = OpBuilder(graph, prefix="loss/", target=target, before=node)
     x, labels, weights = (*node.inputs, None)[:3]
     assert x is not None
     assert labels is not None
     options = S.attributes_of(node, op.opset)
-    exponentials = _exponentials(op, node, x)
+    exponentials = _gradient_exponentials(op, node, x)
     if is_op(node, "NegativeLogLikelihoodLoss"):
         logp = x
     elif exponentials:
@@ -72,24 +69,27 @@ def _decompose_loss(graph: ir.Graph, node: ir.Node, target: Target) -> None:
     else:
         logp = op.LogSoftmax(x, axis=1)
 
-    def pick(at: ir.Value) -> ir.Value:
-        picked = op.Squeeze(op.GatherElements(logp, at, axis=1), [1])
-        return _logarithm(op, picked, x, at) if exponentials else picked
+    def log_probability(index: ir.Value) -> ir.Value:
+        picked = op.Squeeze(op.GatherElements(logp, index, axis=1), [1])
+        return _exact_log(op, picked, x, index) if exponentials else picked
 
-    loss = _loss(op, pick, x, labels, weights, options["ignore_index"], options["reduction"])
+    loss = _reduced_loss(
+        op, log_probability, x, labels, weights, options["ignore_index"], options["reduction"]
+    )
     for old, new in zip(node.outputs, (loss, logp), strict=False):
         _replace(graph, old, new)
     graph.remove(node, safe=True)
 
 
-def _exponentials(op: OpBuilder, node: ir.Node, x: ir.Value) -> list[ir.Node]:
-    """Return readers of a loss's log-probabilities if all want probabilities: the gradient does.
+def _gradient_exponentials(op: OpBuilder, node: ir.Node, x: ir.Value) -> list[ir.Node]:
+    """Return the Exp nodes that read a loss's log-probabilities, if nothing else reads these.
 
-    onnxruntime's CPU kernel of Softmax costs as much as that of LogSoftmax; an exponential of all
-    scores is saved.
+    The gradient needs probabilities. Softmax costs as much as LogSoftmax on the CPU, so computing
+    probabilities directly saves an exponential of all scores.
     """
-    chosen = op.target.prefers("data-dependent-shapes")
-    if not chosen or len(node.outputs) < 2 or node.outputs[1].is_graph_output():
+    if not op.target.prefers("data-dependent-shapes"):
+        return []
+    if len(node.outputs) < 2 or node.outputs[1].is_graph_output():
         return []
     classes = op.dims(x)[1] if op.rank(x) == 2 else None
     if x.dtype != ir.DataType.FLOAT or not isinstance(classes, int):
@@ -100,18 +100,18 @@ def _exponentials(op: OpBuilder, node: ir.Node, x: ir.Value) -> list[ir.Node]:
     if any(is_op(n, "LogSoftmax", "SoftmaxCrossEntropyLoss") for n in others):
         return []  # a metric computes the logarithms anyway
     readers = [use.node for use in node.outputs[1].uses()]
-    plain = all(is_op(n, "Exp") and n.graph is node.graph for n in readers)
-    return readers if plain and not any(n.outputs[0].is_graph_output() for n in readers) else []
+    only_exp = all(is_op(n, "Exp") and n.graph is node.graph for n in readers)
+    return readers if only_exp and not any(n.outputs[0].is_graph_output() for n in readers) else []
 
 
-def _logarithm(op: OpBuilder, p: ir.Value, x: ir.Value, at: ir.Value) -> ir.Value:
-    """Return the logarithms of the labels' probabilities, exact for tiny and vanished ones, too.
+def _exact_log(op: OpBuilder, p: ir.Value, x: ir.Value, index: ir.Value) -> ir.Value:
+    """Return the logarithms of the labels' probabilities, also of those that underflow.
 
-    Those rows, in most batches none, are computed again with LogSoftmax.
+    LogSoftmax recomputes rows with tiny probabilities; most batches have none.
     """
     rows = op.Reshape(op.NonZero(op.Less(p, _TINY)), [-1])
     logp = op.LogSoftmax(op.Gather(x, rows, axis=0), axis=1)
-    exact = op.Squeeze(op.GatherElements(logp, op.Gather(at, rows, axis=0), axis=1), [1])
+    exact = op.Squeeze(op.GatherElements(logp, op.Gather(index, rows, axis=0), axis=1), [1])
     return op.ScatterElements(op.Log(p), rows, exact, axis=0)
 
 
@@ -122,7 +122,7 @@ def label_weights(
     ignore_index: int | None,
     dtype: ir.DataType | None,
 ) -> tuple[ir.Value, ir.Value | None, ir.Value | None]:
-    """Return labels with 0 for ignored ones, where those are, and the ``w_n`` unless all are 1."""
+    """Return labels with ignored ones set to 0, which are ignored, and weights unless all are 1."""
     index, ignored, w = labels, None, None
     if ignore_index is not None:
         ignored = op.Equal(labels, ignore_index)
@@ -134,9 +134,9 @@ def label_weights(
     return index, ignored, w
 
 
-def _loss(
+def _reduced_loss(
     op: OpBuilder,
-    pick: Callable[[ir.Value], ir.Value],
+    log_probability: Callable[[ir.Value], ir.Value],
     x: ir.Value,
     labels: ir.Value,
     weights: ir.Value | None,
@@ -145,7 +145,7 @@ def _loss(
 ) -> ir.Value:
     zero = op.const(0.0, x.dtype)
     index, ignored, w = label_weights(op, labels, weights, ignore_index, x.dtype)
-    each = op.Neg(pick(op.Unsqueeze(index, [1])))
+    each = op.Neg(log_probability(op.Unsqueeze(index, [1])))
     if weights is not None:
         each = op.Mul(each, w)
     if ignored is not None:
@@ -159,7 +159,7 @@ def _loss(
 
 
 def _merge_constants(model: ir.Model) -> None:
-    """Keep one of equal small constants: only then equal nodes have equal inputs."""
+    """Merge equal small constants, so that nodes which compute the same have the same inputs."""
     marked, first = constant_names(model), {}
     for name, x in list(model.graph.initializers.items()):
         if not (name in marked or name.startswith("grad/")) or x.const_value is None:
@@ -169,9 +169,9 @@ def _merge_constants(model: ir.Model) -> None:
         if x.const_value.size > T.SHARED_CONSTANT_ELEMENTS:
             continue
         key = (x.dtype, tuple(x.const_value.shape), x.const_value.tobytes())
-        kept = first.setdefault(key, x)
-        if kept is not x:
-            x.replace_all_uses_with(kept)
+        same = first.setdefault(key, x)
+        if same is not x:
+            x.replace_all_uses_with(same)
             del model.graph.initializers[name]
 
 
@@ -185,167 +185,157 @@ def _replace(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
         old.name, new.name = f"{name}.expanded", name
 
 
+# The gradient in 16 bits.
+
 _HALF = frozenset({ir.DataType.BFLOAT16, ir.DataType.FLOAT16})
 
 
 def narrow_cross_entropy_grad(model: ir.Model, op: OpBuilder) -> int:
-    """Let labels be marked in 16 bits, in place; return in how many gradients."""
+    """Cast cross entropy's gradient to 16 bits before the labels are marked; return how many.
+
+        before:  Cast(ScatterElements(p, labels, p[labels] - 1))
+        after:   ScatterElements(Cast(p), labels, Cast(p[labels] - 1))
+
+    ScatterElements copies all elements, so casting first halves what is copied. The difference at
+    the label stays in float32: `p` may be so close to 1 that 16 bits cannot hold it.
+    """
     changed = 0
     for node in nodes(op.graph, "ScatterElements"):
-        slope = _find_cross_entropy_grad(node)
-        if slope is not None:
-            _cast_before_scatter(op, slope)
-            changed += 1
+        match = _softmax_minus_one.match(node)
+        casts = [] if match is None else _casts_to_half(node.outputs[0])
+        if match is None or not casts:
+            continue
+        axis, kind = S.attributes_of(node, op.opset)["axis"], casts[0].outputs[0].dtype
+        op.position = node
+        probabilities, at_label = op.Cast(match["p"], to=kind), op.Cast(match["less"], to=kind)
+        grad = op.ScatterElements(probabilities, match["index"], at_label, axis=axis)
+        for cast in casts:
+            y = cast.outputs[0]
+            replace_value(y, grad, list(y.uses()))
+        changed += 1
     return changed
 
 
-@dataclasses.dataclass(frozen=True)
-class _CrossEntropyGrad:
-    """Probabilities of which one per row is replaced, and the type that all are rounded to."""
-
-    scatter: ir.Node
-    casts: list[ir.Node]
-    kind: ir.DataType
+def _check_axes(match: Match) -> bool | str:
+    axes = {n.attributes.get_int("axis", 0) for n in (match.root, match.node("picked"))}
+    return len(axes) == 1 or "gather and scatter have different axes"
 
 
-def _find_cross_entropy_grad(scatter: ir.Node) -> _CrossEntropyGrad | None:
-    y = scatter.outputs[0]
-    how = scatter.attributes.get("reduction")
-    if y.is_graph_output() or (how is not None and how.as_string() != "none"):
-        return None
-    casts = [use.node for use in y.uses() if not _is_dead(use.node)]
-    kinds = {n.outputs[0].dtype for n in casts if is_op(n, "Cast")}
-    if len(kinds) != 1 or not all(is_op(n, "Cast") for n in casts) or not kinds <= _HALF:
-        return None
-    (kind,) = kinds
-    if kind is None or _producer_of_type(scatter.inputs[0], "Exp") is None:
-        return None
-    if not _is_minus_one_at_labels(
-        scatter.inputs[2], scatter.inputs[0], scatter.inputs[1], scatter
-    ):
-        return None
-    return _CrossEntropyGrad(scatter, casts, kind)
+@checked(_check_axes)
+def _softmax_minus_one(op, logp, index):
+    p = op.Exp(logp).named("p")
+    less = op.Sub(op.GatherElements(p, index).named("picked"), 1.0).named("less")
+    return op.ScatterElements(p, index, less, reduction=lambda kind: kind in (None, "none"))
 
 
-def _is_dead(node: ir.Node) -> bool:
-    """Return whether nobody reads a node any more: passes before this one leave such behind."""
-    return not any(y.uses() or y.is_graph_output() for y in node.outputs)
+def _casts_to_half(x: ir.Value) -> list[ir.Node]:
+    """Return the casts that read a value, if all are to the same 16-bit type."""
+    readers = [use.node for use in x.uses() if _is_live(use.node)]
+    kinds = {n.outputs[0].dtype for n in readers}
+    if x.is_graph_output() or len(kinds) != 1 or not kinds <= _HALF:
+        return []
+    return readers if all(is_op(n, "Cast") for n in readers) else []
 
 
-def _producer_of_type(x: ir.Value | None, op_type: str) -> ir.Node | None:
-    node = None if x is None else x.producer()
-    return node if node is not None and is_op(node, op_type) else None
+def _is_live(node: ir.Node) -> bool:
+    """Return whether anything reads a node; earlier passes leave dead casts behind."""
+    return any(y.uses() or y.is_graph_output() for y in node.outputs)
 
 
-def _is_minus_one_at_labels(
-    x: ir.Value | None, p: ir.Value | None, at: ir.Value | None, scatter: ir.Node
-) -> bool:
-    """Return whether a value is what ``p`` has at the places, less one."""
-    sub = _producer_of_type(x, "Sub")
-    gather = None if sub is None else _producer_of_type(sub.inputs[0], "GatherElements")
-    one = None if sub is None else S.constant_of(sub.inputs[1])
-    if gather is None or one is None or one.size != 1 or one.item() != 1.0:
-        return False
-    axes = [
-        n.attributes["axis"].as_int() if "axis" in n.attributes else 0 for n in (gather, scatter)
-    ]
-    return gather.inputs[0] is p and gather.inputs[1] is at and axes[0] == axes[1]
+# Padded vocabularies.
 
-
-def _cast_before_scatter(op: OpBuilder, slope: _CrossEntropyGrad) -> None:
-    p, at, less = slope.scatter.inputs[:3]
-    assert p is not None
-    assert less is not None
-    axis = S.attributes_of(slope.scatter, op.opset)["axis"]
-    op.position = slope.scatter
-    rounded, label = op.Cast(p, to=slope.kind), op.Cast(less, to=slope.kind)
-    new = op.ScatterElements(rounded, at, label, axis=axis)
-    for cast in slope.casts:
-        y = cast.outputs[0]
-        replace_value(y, new, list(y.uses()))
-
-
-_ALIGNMENT = 8
-_MASKED_LOGIT = -1e30  # its exponential is zero beside any score, also in 16 bits
+_ALIGNMENT = 8  # elements; CUDA's fast matmul kernels need rows of whole 128-bit words
+_MASKED_LOGIT = -1e30  # its exponential is zero next to any score, also in 16 bits
 
 
 def pad_vocabulary(model: ir.Model, op: OpBuilder) -> int:
-    """Add classes to losses over a number of them that is no multiple of eight; return how many."""
+    """Pad the classes of losses to a multiple of eight; return how many losses changed.
+
+        before:  x W^T                      W: [classes, width]
+        after:   [x, 1] [W, 0; 0, -1e30]^T  with up to seven more rows
+
+    CUDA takes up to twice as long for the three matmuls of a vocabulary of 50,257 as for 50,264.
+    The extra rows read only the appended ones of the input, so their logits are -1e30, their
+    probability is zero, and no gradient comes back. They are constants, not parameters.
+    """
     return sum(_pad_classes(op, node) for node in nodes(op.graph, "SoftmaxCrossEntropyLoss"))
 
 
 @dataclasses.dataclass(frozen=True)
 class _ScoreHead:
-    """The product that makes the scores of a loss, and what gives them another shape on the way."""
+    """The matmul that computes the logits of a loss.
 
-    product: ir.Node
-    transposed: ir.Node | None
-    """What turns the weight ``[classes, width]``; without it, it is ``[width, classes]``."""
+    Attributes:
+        matmul: the matmul.
+        transpose: the node that transposes a weight [classes, width], or None.
+        weight: the parameter.
+        width: features of the input.
+        classes: logits per row.
+        views: reshapes and casts between the matmul and the loss.
+        casts: values of the transposed weight in other types.
+    """
+
+    matmul: ir.Node
+    transpose: ir.Node | None
     weight: ir.Value
     width: int
     classes: int
     views: list[ir.Node]
     casts: list[ir.Value]
-    """The turned weight in other types."""
 
 
 def _pad_classes(op: OpBuilder, loss: ir.Node) -> int:
     head = _find_score_head(loss)
     if head is None:
         return 0
-    more, wider = -head.classes % _ALIGNMENT, _ALIGNMENT + -head.width % _ALIGNMENT
-    op.position = head.transposed or head.product
+    more, extra_width = -head.classes % _ALIGNMENT, _ALIGNMENT + -head.width % _ALIGNMENT
+    op.position = head.transpose or head.matmul
     assert head.weight.dtype is not None
-    rows = np.zeros((more, head.width + wider))
+    rows = np.zeros((more, head.width + extra_width))
     rows[:, head.width] = _MASKED_LOGIT
-    if head.transposed is not None:
-        weight = op.Pad(head.weight, [0, 0, 0, wider])
+    if head.transpose is not None:
+        weight = op.Pad(head.weight, [0, 0, 0, extra_width])
         weight = op.Concat(weight, op.const(rows, head.weight.dtype), axis=0)
-        head.transposed.replace_input_with(0, weight)
-        for turned in (head.transposed.outputs[0], *head.casts):
-            _set_dims(turned, [head.width + wider, head.classes + more])
+        head.transpose.replace_input_with(0, weight)
+        for transposed in (head.transpose.outputs[0], *head.casts):
+            _set_dims(transposed, [head.width + extra_width, head.classes + more])
     else:
-        weight = op.Pad(head.weight, [0, 0, wider, 0])
+        weight = op.Pad(head.weight, [0, 0, extra_width, 0])
         weight = op.Concat(weight, op.const(rows.T, head.weight.dtype), axis=1)
-        head.product.replace_input_with(1, weight)
-    op.position = head.product
-    x = head.product.inputs[0]
+        head.matmul.replace_input_with(1, weight)
+    op.position = head.matmul
+    x = head.matmul.inputs[0]
     assert x is not None
     pads, kind = [0] * (2 * op.rank(x) - 1), x.dtype
-    if kind == ir.DataType.BFLOAT16:  # CUDA pads none
-        wide = op.Pad(op.Cast(x, to=ir.DataType.FLOAT), [*pads, wider], 1.0)
-        head.product.replace_input_with(0, op.Cast(wide, to=kind))
+    if kind == ir.DataType.BFLOAT16:  # CUDA has no Pad kernel for bfloat16
+        padded = op.Pad(op.Cast(x, to=ir.DataType.FLOAT), [*pads, extra_width], 1.0)
+        head.matmul.replace_input_with(0, op.Cast(padded, to=kind))
     else:
-        head.product.replace_input_with(0, op.Pad(x, [*pads, wider], op.const(1.0, kind)))
-    _set_dims(head.product.outputs[0], [*(S.dims_of(x) or ())[:-1], head.classes + more])
+        head.matmul.replace_input_with(0, op.Pad(x, [*pads, extra_width], op.const(1.0, kind)))
+    _set_dims(head.matmul.outputs[0], [*(S.dims_of(x) or ())[:-1], head.classes + more])
     for view in head.views:
         _pad_view(op, view, head.classes, head.classes + more)
     return 1
 
 
 def _find_score_head(loss: ir.Node) -> _ScoreHead | None:
-    """Return what makes the scores of a loss, if nothing else reads them."""
+    """Return the matmul that computes the logits of a loss, if nothing else reads them."""
     if len(loss.inputs) > 2 and loss.inputs[2] is not None:
         return None
-    scores, views = loss.inputs[0], []
-    while scores is not None:
-        readers = {use.node for use in scores.uses() if _is_read(use.node)}
-        node = scores.producer()
-        if len(readers) != 1 or scores.is_graph_output() or node is None:
+    logits, views = loss.inputs[0], []
+    while logits is not None:
+        readers = {use.node for use in logits.uses() if _is_live(use.node)}
+        node = logits.producer()
+        if len(readers) != 1 or logits.is_graph_output() or node is None:
             return None
         if not is_op(node, "Reshape", "Cast"):
-            return _product(node, loss, views)
+            return _score_head(node, loss, views)
         views.append(node)
-        scores = node.inputs[0]
+        logits = node.inputs[0]
     return None
 
 
-def _is_read(node: ir.Node) -> bool:
-    """Return whether anything comes of a node; casts that nothing reads are left over."""
-    return any(y.is_graph_output() or y.uses() for y in node.outputs)
-
-
-def _product(node: ir.Node, loss: ir.Node, views: list[ir.Node]) -> _ScoreHead | None:
+def _score_head(node: ir.Node, loss: ir.Node, views: list[ir.Node]) -> _ScoreHead | None:
     dims = None if loss.inputs[0] is None else S.dims_of(loss.inputs[0])
     weight = node.inputs[1] if is_op(node, "MatMul") else None
     if weight is None or dims is None or len(dims) != 2 or node.graph is not loss.graph:
@@ -360,34 +350,34 @@ def _product(node: ir.Node, loss: ir.Node, views: list[ir.Node]) -> _ScoreHead |
     if any(is_op(v, "Reshape") and not _keeps_last_axis(v, classes) for v in views):
         return None
     casts = []
-    while (node_of := weight.producer()) is not None and is_op(node_of, "Cast"):
-        if len(weight.uses()) != 1 or node_of.inputs[0] is None:
+    while (cast := weight.producer()) is not None and is_op(cast, "Cast"):
+        if len(weight.uses()) != 1 or cast.inputs[0] is None:
             return None
         casts.append(weight)
-        weight = node_of.inputs[0]
-    transposed = weight.producer()
-    if transposed is not None:
-        if not is_op(transposed, "Transpose") or len(weight.uses()) != 1:
+        weight = cast.inputs[0]
+    transpose = weight.producer()
+    if transpose is not None:
+        if not is_op(transpose, "Transpose") or len(weight.uses()) != 1:
             return None
-        weight = transposed.inputs[0]
+        weight = transpose.inputs[0]
     sizes = None if weight is None else S.dims_of(weight)
     if weight is None or sizes is None or len(sizes) != 2:
         return None
-    width = sizes[1] if transposed is not None else sizes[0]
-    if not isinstance(width, int) or sizes[0 if transposed is not None else 1] != classes:
+    width = sizes[1] if transpose is not None else sizes[0]
+    if not isinstance(width, int) or sizes[0 if transpose is not None else 1] != classes:
         return None
-    if casts and transposed is None:
+    if casts and transpose is None:
         return None
-    return _ScoreHead(node, transposed, weight, width, classes, views, casts)
+    return _ScoreHead(node, transpose, weight, width, classes, views, casts)
 
 
 def _keeps_last_axis(view: ir.Node, classes: int) -> bool:
-    """Return whether a Reshape leaves the last axis alone, and says so by its number."""
+    """Return whether the last element of a Reshape's shape is the classes, or -1."""
     shape = S.constant_of(view.inputs[1])
     return shape is not None and shape.size > 1 and shape.ravel()[-1] in (classes, -1)
 
 
-def _pad_view(op: OpBuilder, view: ir.Node, classes: int, wider: int) -> None:
+def _pad_view(op: OpBuilder, view: ir.Node, classes: int, padded: int) -> None:
     y = view.outputs[0]
     if is_op(view, "Reshape"):
         shape = S.constant_of(view.inputs[1])
@@ -395,8 +385,8 @@ def _pad_view(op: OpBuilder, view: ir.Node, classes: int, wider: int) -> None:
         sizes = [int(d) for d in shape.ravel()]
         if sizes[-1] == classes:
             op.position = view
-            view.replace_input_with(1, op.const([*sizes[:-1], wider]))
-    _set_dims(y, [*(S.dims_of(y) or ())[:-1], wider])
+            view.replace_input_with(1, op.const([*sizes[:-1], padded]))
+    _set_dims(y, [*(S.dims_of(y) or ())[:-1], padded])
 
 
 def _set_dims(x: ir.Value, dims: Sequence[Dim]) -> None:

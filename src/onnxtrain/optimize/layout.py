@@ -1,29 +1,10 @@
-"""Batch and sequence joined to one axis of rows, for as long as nothing tells them apart.
+"""Rewrites of shapes and views: fewer axes, fewer casts and fewer slices.
 
-A product with a matrix, a sum along the last axis and what works on elements give the same for
-``[batch, length, width]`` and for ``[batch * length, width]``. The gradients of weights need the
-second, so a model of the first has a Reshape on both sides of each product, and turns weights that
-are stored ``[out, in]``, which a Gemm reads as they lie. Regions of such nodes are turned as a
-whole, where that saves nodes: the numbers are the same, and views remain at the borders only.
-
-Axes that a broadcast treats alike, joined to one.
-
-``[8, 12, 512, 512] - [8, 12, 512, 1]`` is ``[49152, 512] - [49152, 1]`` by elements. CUDA has a
-kernel for a right operand with one axis that is not 1, which runs as fast as memory allows; the one
-for any broadcast divides by the size of each axis for each element. Views cost nothing, and nodes
-between two that are joined alike are joined with them, so that none is needed there.
-
-What moves elements between two casts, in the short type.
-
-``short(move(wide(x))) = move(x)`` for a number ``x`` of the short type, which a cast to float32 and
-back leaves as it is. Such pairs are left where an operator between them is gone: two passes less,
-and half the bytes for what is transposed.
-
-What is cut out of a tensor twice is cut out once, and a cut that takes all is none.
-
-Exporters write ``x[0::2, 0::2]`` and ``x[0::2, 1::2]`` as two cuts each, of which the first ones
-are equal. Shared, the gradients of all pieces lie side by side and are put together in two steps;
-apart, each piece would be padded with zeros to the whole and added.
+- `flatten_batch_dims` (CPU): `[batch, length, width]` becomes `[batch * length, width]` between the
+  views that need the axes.
+- `coalesce_broadcast_dims` (CUDA): axes that a broadcast treats alike become one.
+- `remove_casts_around_views` (CUDA): values are transposed in 16 bits, not in float32.
+- `deduplicate_slices`: equal slices of a value become one.
 """
 
 from __future__ import annotations
@@ -57,15 +38,23 @@ _ALONG_LAST = frozenset({"LayerNormalization", "LogSoftmax", "Softmax"})
 
 _GEMM_TYPES = frozenset({ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16})
 
-_MAX_QUERIED_SIZES = 3
-"""Nodes that tell a view both sizes, if neither is a number."""
+_SHAPE_NODES = 3  # nodes that compute the shape of a view if both sizes are symbolic
 
 Lead = tuple[Dim, Dim]
-"""The sizes of the two axes that are joined."""
+"""Sizes of the two axes that are flattened."""
 
 
 def flatten_batch_dims(model: ir.Model, op: OpBuilder) -> int:
-    """Join axes where that leaves fewer nodes; return in how many regions."""
+    """Flatten batch and sequence of regions where that saves nodes; return how many regions.
+
+        before:  [batch, length, width] with Reshape around each weight gradient
+        after:   [batch * length, width] with Reshape at the borders of the region
+
+    A matmul with a matrix, a reduction of the last axis and elementwise operators give the same
+    result for both. Gradients of weights need rows, so a model with three axes has a Reshape on
+    both sides of each matmul. It also transposes weights stored as [out, in], which Gemm reads
+    directly.
+    """
     fed = {d for x in model.graph.inputs for d in S.dims_of(x) or () if isinstance(d, str)}
     return sum(
         _flatten_region(op, region) for region in _regions(model.graph, fed) if region.saved() > 0
@@ -74,45 +63,45 @@ def flatten_batch_dims(model: ir.Model, op: OpBuilder) -> int:
 
 @dataclasses.dataclass(eq=False)
 class _Region:
-    """Nodes that pass rows on to each other; ``lead`` are the axes that hold the rows."""
+    """Connected nodes that work on rows; `lead` are the sizes of the axes of the rows."""
 
     lead: Lead
     nodes: list[ir.Node]
 
-    def made(self) -> list[ir.Value]:
-        """Return the values of rows that the nodes make."""
+    def results(self) -> list[ir.Value]:
+        """Return the rows that the nodes compute."""
         return [y for n in self.nodes for y in n.outputs if _lead(y) == self.lead]
 
-    def taken(self) -> list[ir.Value]:
-        """Return the values of rows that come from elsewhere."""
+    def operands(self) -> list[ir.Value]:
+        """Return the rows that other nodes compute."""
         own = set(self.nodes)
         read = (x for n in self.nodes for x in _rows_of(n, self.lead))
         return list(dict.fromkeys(x for x in read if x.producer() not in own))
 
     def saved(self) -> int:
-        """Return how many nodes less there are afterwards."""
-        own, made, taken = set(self.nodes), self.made(), self.taken()
-        views = sum(_is_flat(n) for v in (*made, *taken) for n, i in v.uses() if i == 0)
-        turned = {n.inputs[1]: None for n in self.nodes if _is_turned(n)}
-        views += sum(all(n in own for n, _ in w.uses()) for w in turned if w is not None)
-        left = [y for y in made if any(not _follows(n, i, own) for n, i in y.uses())]
-        ends = {*left, *(y for y in made if y.is_graph_output())}
+        """Return how many nodes flattening the region saves."""
+        own, results, operands = set(self.nodes), self.results(), self.operands()
+        views = sum(_is_flatten(n) for v in (*results, *operands) for n, i in v.uses() if i == 0)
+        transposes = {n.inputs[1]: None for n in self.nodes if _reads_transpose(n)}
+        views += sum(all(n in own for n, _ in w.uses()) for w in transposes if w is not None)
+        outside = [y for y in results if any(not _accepts_rows(n, i, own) for n, i in y.uses())]
+        ends = {*outside, *(y for y in results if y.is_graph_output())}
         return (
             views
             - len(ends)
-            - len(taken)
-            - (0 if _has_at_most_one_symbol(self.lead) else _MAX_QUERIED_SIZES)
+            - len(operands)
+            - (0 if _has_at_most_one_symbol(self.lead) else _SHAPE_NODES)
         )
 
 
 def _flatten_region(op: OpBuilder, region: _Region) -> int:
-    """Join the axes of a region, in place."""
+    """Flatten the rows of a region, in place."""
     own, lead = set(region.nodes), region.lead
-    made, taken = region.made(), region.taken()
+    results, operands = region.results(), region.operands()
     order = list(op.graph)
     following = dict(zip(order, [*order[1:], None], strict=True))
     first = order[0]
-    for x in taken:
+    for x in operands:
         producer = x.producer()
         op.position = first if producer is None else following[producer]
         uses = [(n, i) for n, i in x.uses() if n in own and x in _rows_of(n, lead)]
@@ -123,11 +112,11 @@ def _flatten_region(op: OpBuilder, region: _Region) -> int:
         _share_shape(flat)
     for node in region.nodes:
         _adapt_node(node, op)
-    products = [n for n in region.nodes if _is_turned(n)]
-    for y in made:
+    matmuls = [n for n in region.nodes if _reads_transpose(n)]
+    for y in results:
         width, dims = _width(y), y.shape
-        outside = [(n, i) for n, i in y.uses() if not _follows(n, i, own)]
-        views = [n for n, i in y.uses() if _follows(n, i, own) and n not in own]
+        outside = [(n, i) for n, i in y.uses() if not _accepts_rows(n, i, own)]
+        views = [n for n, i in y.uses() if _accepts_rows(n, i, own) and n not in own]
         producer = y.producer()
         assert producer is not None
         if outside or y.is_graph_output():
@@ -139,7 +128,7 @@ def _flatten_region(op: OpBuilder, region: _Region) -> int:
         _set_rows(y, lead, width)
         for view in views:
             _read_rows(op, view, lead)
-    for node in products:  # a Gemm reads the weight as it is stored, once neighbours are joined
+    for node in matmuls:  # Gemm needs a matrix, so this comes after the rows are flat
         op.position = node
         y = node.outputs[0]
         replace_value(y, op.Gemm(*node.inputs), list(y.uses()))
@@ -147,7 +136,7 @@ def _flatten_region(op: OpBuilder, region: _Region) -> int:
 
 
 def _adapt_node(node: ir.Node, op: OpBuilder) -> None:
-    """Let a node of a region work on matrices; what it reads is turned already or soon will be."""
+    """Change a node's axes and shapes for rows; its operands are flattened by the caller."""
     op.position = node
     if is_op(node, *_REDUCTIONS):
         node.replace_input_with(1, op.const([-1]))
@@ -160,7 +149,7 @@ def _adapt_node(node: ir.Node, op: OpBuilder) -> None:
 
 
 def _share_shape(flat: ir.Value) -> None:
-    """Let views that are equal to this one read the same constant, so that they are merged."""
+    """Give views equal to this one the same shape input, so that onnxruntime merges them."""
     node = flat.producer()
     assert node is not None
     x, sizes = node.inputs
@@ -174,7 +163,7 @@ def _share_shape(flat: ir.Value) -> None:
 
 
 def _read_rows(op: OpBuilder, node: ir.Node, lead: Lead) -> None:
-    """Let a node behind a region read a matrix: a Reshape, or a sum over all rows."""
+    """Change a node after a region to read rows: a Reshape, or a sum over batch and sequence."""
     op.position = node
     if is_op(node, "Shape"):
         return
@@ -182,16 +171,16 @@ def _read_rows(op: OpBuilder, node: ir.Node, lead: Lead) -> None:
         node.replace_input_with(1, op.const([0]))
         return
     dims = S.dims_of(node.outputs[0]) or ()
-    if _is_flat(node):
+    if _is_flatten(node):
         node.outputs[0].shape = node.inputs[0].shape if node.inputs[0] is not None else None
     elif 0 in (S.symbolic_of(node.inputs[1]) or ()):
-        # A zero stands for a size of the input, which has other axes now.
+        # A zero copies a size of the input, which has other axes now.
         sizes = [*_lead_sizes(op, lead), *(D.static_sizes(dims[2:]) or [])]
         node.replace_input_with(1, op.vector(sizes))
 
 
 def _regions(graph: ir.Graph, fed: set[str]) -> list[_Region]:
-    """Return nodes that hang together by values of rows with the same leading axes."""
+    """Return groups of nodes connected by rows with the same leading sizes."""
     parent: dict[ir.Node | ir.Value, ir.Node | ir.Value] = {}
 
     def root(a: ir.Node | ir.Value) -> ir.Node | ir.Value:
@@ -214,7 +203,7 @@ def _regions(graph: ir.Graph, fed: set[str]) -> list[_Region]:
 
 
 def _is_rowwise(node: ir.Node, lead: Lead) -> bool:
-    """Return whether a node treats rows alike, whatever axes they are on."""
+    """Return whether a node treats all rows alike."""
     y, inputs = node.outputs[0], [x for x in node.inputs if x is not None]
     if is_op(node, *_ROWWISE):
         return all(_lead(x) == lead or _rank(x) in (0, 1) for x in inputs) and any(
@@ -228,21 +217,21 @@ def _is_rowwise(node: ir.Node, lead: Lead) -> bool:
         return _flag(node, "axis", -1) in (-1, 2) and all(_rank(x) == 1 for x in inputs[1:])
     if is_op(node, "MatMul"):
         return _rank(inputs[1]) == 2 and isinstance(_width(y), int)
-    if is_op(node, "Reshape"):  # heads that are joined; other views end a region
+    if is_op(node, "Reshape"):  # joins heads; other views end a region
         dims = S.dims_of(inputs[0]) or ()
         return len(dims) == 4 and dims[:2] == lead and isinstance(_width(y), int)
     return False
 
 
 def _rows_of(node: ir.Node, lead: Lead) -> list[ir.Value]:
-    """Return the inputs of a node of a region that hold rows."""
+    """Return the inputs of a node that are rows."""
     if is_op(node, "Reshape"):
         return []
     return [x for x in node.inputs if x is not None and _lead(x) == lead]
 
 
-def _follows(node: ir.Node, index: int, own: Iterable[ir.Node]) -> bool:
-    """Return whether a reader of rows takes a matrix as well."""
+def _accepts_rows(node: ir.Node, index: int, own: Iterable[ir.Node]) -> bool:
+    """Return whether a reader of a value can read flattened rows as well."""
     if node in own:
         return True
     x = node.inputs[0]
@@ -255,7 +244,7 @@ def _follows(node: ir.Node, index: int, own: Iterable[ir.Node]) -> bool:
     if not is_op(node, "Reshape"):
         return False
     shape, dims = S.symbolic_of(node.inputs[1]), S.dims_of(node.outputs[0])
-    if _is_flat(node):
+    if _is_flatten(node):
         return True
     if shape is None or dims is None or _flag(node, "allowzero", 0):
         return False
@@ -265,7 +254,7 @@ def _follows(node: ir.Node, index: int, own: Iterable[ir.Node]) -> bool:
 
 
 def _is_size_only_a_dependency(node: ir.Node) -> bool:
-    """Return whether the first size is asked for only to know that the value is there."""
+    """Return whether a Shape only orders execution: readers take the minimum with zero."""
     y = node.outputs[0]
     if _flag(node, "start", 0) != 0 or _flag(node, "end", -1) != 1 or y.is_graph_output():
         return False
@@ -273,29 +262,29 @@ def _is_size_only_a_dependency(node: ir.Node) -> bool:
 
 
 def _has_zero(node: ir.Node) -> bool:
-    numbers = [S.constant_of(x) for x in node.inputs]
-    return any(n is not None and n.size == 1 and n.item() == 0 for n in numbers)
+    constants = [S.constant_of(x) for x in node.inputs]
+    return any(c is not None and c.size == 1 and c.item() == 0 for c in constants)
 
 
-def _is_flat(node: ir.Node) -> bool:
-    """Return whether a node joins the axes of rows and does nothing else."""
+def _is_flatten(node: ir.Node) -> bool:
+    """Return whether a node only flattens the axes of rows."""
     if not is_op(node, "Reshape") or node.inputs[0] is None:
         return False
     width = _width(node.inputs[0])
     return isinstance(width, int) and S.symbolic_of(node.inputs[1]) == (-1, width)
 
 
-def _is_turned(node: ir.Node) -> bool:
-    """Return whether a product reads a transposed weight that a Gemm can read as it is stored."""
+def _reads_transpose(node: ir.Node) -> bool:
+    """Return whether a matmul reads a transposed weight, which Gemm reads without the transpose."""
     w = node.inputs[1] if is_op(node, "MatMul") else None
-    turn = None if w is None else w.producer()
-    if w is None or turn is None or not is_op(turn, "Transpose") or w.is_graph_output():
+    transpose = None if w is None else w.producer()
+    if w is None or transpose is None or not is_op(transpose, "Transpose"):
         return False
-    return w.dtype in _GEMM_TYPES and turn.graph is node.graph
+    return not w.is_graph_output() and w.dtype in _GEMM_TYPES and transpose.graph is node.graph
 
 
 def _lead_sizes(op: OpBuilder, lead: Lead) -> list[Size]:
-    """Return the sizes of the two axes as a Reshape wants them."""
+    """Return the two leading sizes for Reshape, with -1 for one symbolic size."""
     if sum(not isinstance(d, int) for d in lead) == 1:
         return [d if isinstance(d, int) else -1 for d in lead]
     sizes = [d if isinstance(d, int) else op.input_size(d) for d in lead if d is not None]
@@ -303,7 +292,7 @@ def _lead_sizes(op: OpBuilder, lead: Lead) -> list[Size]:
 
 
 def _are_sizes_available(lead: Lead, fed: set[str]) -> bool:
-    """Return whether the sizes are numbers or asked of an input; a view may leave out one."""
+    """Return whether sizes are static or can be read from an input; a view may infer one."""
     unknown = [d for d in lead if not isinstance(d, int)]
     if any(d == 0 for d in lead):
         return False
@@ -341,9 +330,10 @@ def _axes(node: ir.Node) -> list[int] | None:
 
 
 def _flag(node: ir.Node, name: str, default: int) -> int:
-    given = node.attributes.get(name)
-    return default if given is None else given.as_int()
+    return node.attributes.get_int(name, default)
 
+
+# Axes that a broadcast treats alike.
 
 _COMMUTATIVE = ("Add", "Mul")
 _BROADCASTING = (*_COMMUTATIVE, "Sub", "Div", "Where")
@@ -356,27 +346,39 @@ _Dims = tuple[Dim, ...]
 
 
 def coalesce_broadcast_dims(model: ir.Model, op: OpBuilder) -> int:
-    """Join axes of nodes that broadcast; return how many nodes changed."""
-    remove_dead_nodes(op.graph)  # what earlier passes left counts as no reader
+    """Coalesce axes of elementwise nodes that broadcast; return how many nodes changed.
+
+        before:  [8, 12, 512, 512] - [8, 12, 512, 1]
+        after:   [49152, 512] - [49152, 1]
+
+    CUDA has a kernel for a right operand with one axis that is not 1, which runs at memory speed.
+    The general kernel divides by the size of each axis for each element. Views cost nothing, and
+    nodes between two coalesced ones are coalesced as well, so that they need no views.
+    """
+    remove_dead_nodes(op.graph)  # dead nodes count as readers
     order = list(op.graph)
     following = dict(zip(order, [*order[1:], None], strict=True))
-    forms = _coalesced_dims(nodes(op.graph, *_ELEMENTWISE))
+    coalesced = _coalesced_dims(nodes(op.graph, *_ELEMENTWISE))
     views: dict[tuple[ir.Value, _Dims], ir.Value] = {}
-    for node, form in forms.items():
-        _coalesce_node(op, node, form, views, following[node])
-    return len(forms) + sum(_put_full_operand_first(n) for n in nodes(op.graph, *_COMMUTATIVE))
+    for node, dims in coalesced.items():
+        _coalesce_node(op, node, dims, views, following[node])
+    return len(coalesced) + sum(_put_full_operand_first(n) for n in nodes(op.graph, *_COMMUTATIVE))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Coalesced:
-    """How the axes of a result are joined."""
+    """How the axes of a result are coalesced.
+
+    Attributes:
+        dims: sizes of the result.
+        groups: numbers of consecutive axes that become one.
+    """
 
     dims: _Dims
     groups: tuple[int, ...]
-    """So many axes after each other become one."""
 
-    def joined(self, dims: _Dims) -> _Dims | None:
-        """Return what an operand's sizes become, ``None`` if it tells joined axes apart."""
+    def apply(self, dims: _Dims) -> _Dims | None:
+        """Return the coalesced sizes of an operand; None if coalesced axes differ in it."""
         if all(d == 1 for d in dims):
             return dims if len(dims) <= len(self.groups) else ()
         if len(dims) > len(self.dims):
@@ -389,48 +391,49 @@ class _Coalesced:
                 return None
             flat.append(D.product(own))
             start += count
-        while dims != self.dims and flat[0] == 1:  # left to the broadcast
+        while dims != self.dims and flat[0] == 1:  # broadcasting adds it back
             del flat[0]
         return tuple(flat)
 
 
 def _coalesced_dims(candidates: Sequence[ir.Node]) -> dict[ir.Node, _Coalesced]:
-    """Return the nodes to change: those that broadcast, and what lies between two of them."""
+    """Return the nodes to change: those that broadcast slowly, and those between two of them."""
     seeds = {n: f for n in candidates if (f := _coalesced_dims_of(n)) is not None}
-    made: dict[ir.Value, list[_Coalesced]] = collections.defaultdict(list)
+    from_operands: dict[ir.Value, list[_Coalesced]] = collections.defaultdict(list)
     for node in candidates:
-        own = [seeds[node]] if node in seeds else _passed_on(node, made)
-        made[node.outputs[0]] = own
-    wanted: dict[ir.Value, set[_Coalesced]] = collections.defaultdict(set)
+        own = [seeds[node]] if node in seeds else _inherited(node, from_operands)
+        from_operands[node.outputs[0]] = own
+    from_readers: dict[ir.Value, set[_Coalesced]] = collections.defaultdict(set)
     chosen: dict[ir.Node, _Coalesced] = {}
     for node in reversed(candidates):
         y = node.outputs[0]
-        both = [f for f in made[y] if node in seeds or f in wanted[y]]
+        both = [f for f in from_operands[y] if node in seeds or f in from_readers[y]]
         if both and not y.is_graph_output():
             chosen[node] = both[0]
-        reached = (
-            {seeds[node]} if node in seeds else {f for f in wanted[y] if _can_coalesce(node, f)}
-        )
+        if node in seeds:
+            backward = {seeds[node]}
+        else:
+            backward = {f for f in from_readers[y] if _can_coalesce(node, f)}
         for x in node.inputs:
             if x is not None and S.dims_of(x) == S.dims_of(y):
-                wanted[x] |= reached
+                from_readers[x] |= backward
     return {n: chosen[n] for n in candidates if n in chosen}
 
 
-def _passed_on(node: ir.Node, made: dict[ir.Value, list[_Coalesced]]) -> list[_Coalesced]:
-    """Return the forms that operands of a node have, if it can have them, too."""
+def _inherited(node: ir.Node, from_operands: dict[ir.Value, list[_Coalesced]]) -> list[_Coalesced]:
+    """Return how operands of a node are coalesced, if the node can be coalesced like that."""
     dims = S.dims_of(node.outputs[0])
-    given = [f for x in node.inputs if x is not None and x in made for f in made[x]]
-    return [f for f in dict.fromkeys(given) if f.dims == dims and _can_coalesce(node, f)]
+    forms = [f for x in node.inputs if x in from_operands for f in from_operands[x]]
+    return [f for f in dict.fromkeys(forms) if f.dims == dims and _can_coalesce(node, f)]
 
 
 def _can_coalesce(node: ir.Node, form: _Coalesced) -> bool:
     operands = [S.dims_of(x) for x in node.inputs if x is not None]
-    return all(d is not None and form.joined(d) is not None for d in operands)
+    return all(d is not None and form.apply(d) is not None for d in operands)
 
 
 def _coalesced_dims_of(node: ir.Node) -> _Coalesced | None:
-    """Return how a node's axes are joined where that makes a faster kernel or fewer axes."""
+    """Return how to coalesce a node's axes, if that gives a faster kernel or fewer axes."""
     y = node.outputs[0]
     dims = S.dims_of(y)
     operands = [S.dims_of(x) for x in node.inputs if x is not None]
@@ -442,16 +445,16 @@ def _coalesced_dims_of(node: ir.Node) -> _Coalesced | None:
     ):
         return None
     known = [d for d in operands if d is not None and None not in d]
-    spread = [d for d in known if d != dims and any(n != 1 for n in d)]
-    if len(known) < len(operands) or not spread or _is_fast(node, known, spread):
+    broadcast = [d for d in known if d != dims and any(n != 1 for n in d)]
+    if len(known) < len(operands) or not broadcast or _is_fast(node, known, broadcast):
         return None
-    groups = _groups(dims, spread)
+    groups = _groups(dims, broadcast)
     form = None if len(groups) == len(dims) else _Coalesced(dims, groups)
     return form if form is not None and _can_coalesce(node, form) and not _is_fused(node) else None
 
 
 def _groups(dims: _Dims, operands: Sequence[_Dims]) -> tuple[int, ...]:
-    """Return how many axes after each other all operands treat alike."""
+    """Return lengths of runs of axes that all operands treat alike."""
     groups: list[int] = []
     current: list[bool] | None = None
     for axis, size in enumerate(dims):
@@ -464,15 +467,15 @@ def _groups(dims: _Dims, operands: Sequence[_Dims]) -> tuple[int, ...]:
     return tuple(groups)
 
 
-def _is_fast(node: ir.Node, operands: Sequence[_Dims], spread: Sequence[_Dims]) -> bool:
-    """Return whether one operand is whole, and the other has one axis, on a side that will do."""
-    if is_op(node, "Where") or len(spread) != 1 or sum(n != 1 for n in spread[0]) != 1:
+def _is_fast(node: ir.Node, operands: Sequence[_Dims], broadcast: Sequence[_Dims]) -> bool:
+    """Return whether one operand is broadcast along all axes but one: there is a fast kernel."""
+    if is_op(node, "Where") or len(broadcast) != 1 or sum(n != 1 for n in broadcast[0]) != 1:
         return False
-    return operands[1] == spread[0] or is_op(node, *_COMMUTATIVE)
+    return operands[1] == broadcast[0] or is_op(node, *_COMMUTATIVE)
 
 
 def _is_fused(node: ir.Node) -> bool:
-    """Return whether onnxruntime adds a mask inside the softmax that reads it."""
+    """Return whether onnxruntime fuses the addition of a mask into the softmax that reads it."""
     y = node.outputs[0]
     readers = [n for n, _ in y.uses()]
     if not is_op(node, "Add") or len(readers) != 1 or not is_op(readers[0], "Softmax"):
@@ -498,17 +501,17 @@ def _coalesce_node(
     views: dict[tuple[ir.Value, _Dims], ir.Value],
     following: ir.Node | None,
 ) -> None:
-    """Let a node work on joined axes; what else reads its result gets a view of it."""
+    """Give a node coalesced operands, and its other readers a view with the old axes."""
     op.position = node
     for i, x in enumerate(node.inputs):
-        dims = None if x is None else form.joined(S.dims_of(x) or ())
+        dims = None if x is None else form.apply(S.dims_of(x) or ())
         if x is None or dims is None or dims == S.dims_of(x):
             continue
         if (x, dims) not in views:
             views[x, dims] = _view(op, x, dims)
         node.replace_input_with(i, views[x, dims])
     y = node.outputs[0]
-    uses, flat = list(y.uses()), form.joined(form.dims)
+    uses, flat = list(y.uses()), form.apply(form.dims)
     assert flat is not None
     S.set_dims(y, flat)
     op.position = following
@@ -529,7 +532,7 @@ def _view(op: OpBuilder, x: ir.Value, dims: _Dims) -> ir.Value:
 
 
 def _put_full_operand_first(node: ir.Node) -> int:
-    """Put the operand that is broadcast to the right, where kernels for one axis look for it."""
+    """Move an operand with one axis to the right, where the fast kernel needs it."""
     a, b, dims = node.inputs[0], node.inputs[1], S.dims_of(node.outputs[0])
     first, second = (None if x is None else S.dims_of(x) for x in (a, b))
     if dims is None or second != dims or first is None or sum(n != 1 for n in first) != 1:
@@ -553,34 +556,43 @@ def _reshape_sizes(dims: _Dims) -> list[int]:
     return [d if isinstance(d, int) else -1 for d in dims]
 
 
+# Casts around views.
+
 _MOVES = ("Gather", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
 _SHORT = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16)
 
 
 def remove_casts_around_views(model: ir.Model, op: OpBuilder) -> int:
-    """Move elements in the type that they come from and go to; return how many casts went."""
-    remove_dead_nodes(op.graph)
-    moved: dict[ir.Value, ir.Value] = {}
+    """Move elements in 16 bits between a cast to float32 and a cast back; return how many.
+
+        before:  Cast(Transpose(Cast(x, float32)), bfloat16)
+        after:   Transpose(x)
+
+    Earlier passes leave such pairs where they remove the operator in between. This saves two
+    passes, and half of the bytes that are moved.
+    """
+    remove_dead_nodes(op.graph)  # dead nodes count as readers
+    copies: dict[ir.Value, ir.Value] = {}
     changed = 0
     for node in nodes(op.graph, "Cast"):
         x, y = node.inputs[0], node.outputs[0]
         if x is None or y.is_graph_output() or y.dtype not in _SHORT:
             continue
-        chain = _chain(x, y.dtype)
+        chain = _views_since_cast(x, y.dtype)
         if chain is None:
             continue
         op.position = node
-        replace_value(y, _moved(op, chain, moved), list(y.uses()))
+        replace_value(y, _copy_views(op, chain, copies), list(y.uses()))
         changed += 1
     return changed
 
 
-def _chain(x: ir.Value, short: ir.DataType | None) -> list[ir.Node] | None:
-    """Return the nodes from a cast of a short number to ``x``, the cast first."""
+def _views_since_cast(x: ir.Value, short: ir.DataType | None) -> list[ir.Node] | None:
+    """Return the nodes from a cast of 16 bits to `x`, the cast first."""
     chain: list[ir.Node] = []
-    home = None
-    while (node := x.producer()) is not None and home in (None, node.graph):
-        home = node.graph
+    graph = None
+    while (node := x.producer()) is not None and graph in (None, node.graph):
+        graph = node.graph
         chain.insert(0, node)
         source = node.inputs[0]
         if source is None:
@@ -593,46 +605,54 @@ def _chain(x: ir.Value, short: ir.DataType | None) -> list[ir.Node] | None:
     return None
 
 
-def _moved(op: OpBuilder, chain: list[ir.Node], moved: dict[ir.Value, ir.Value]) -> ir.Value:
-    """Return what the nodes behind the first give for its input as it is."""
+def _copy_views(op: OpBuilder, chain: list[ir.Node], copies: dict[ir.Value, ir.Value]) -> ir.Value:
+    """Return the result of the nodes after the cast, applied to the cast's input."""
     x = chain[0].inputs[0]
     assert x is not None
     for node in chain[1:]:
         y = node.outputs[0]
-        if y not in moved:
-            moved[y] = copy_node(op, node, [x, *node.inputs[1:]])
-            moved[y].shape = y.shape
-        x = moved[y]
+        if y not in copies:
+            copies[y] = copy_node(op, node, [x, *node.inputs[1:]])
+            copies[y].shape = y.shape
+        x = copies[y]
     return x
 
 
+# Slices.
+
+
 def deduplicate_slices(model: ir.Model, op: OpBuilder) -> int:
-    """Let equal slices of one value be one; return how many there are less."""
+    """Merge equal slices and remove slices that take everything; return how many vanish.
+
+    Exporters write `x[0::2, 0::2]` and `x[0::2, 1::2]` as two slices each, of which the first are
+    equal. Once these are shared, the gradient writes all pieces side by side in two steps.
+    Otherwise it pads each piece with zeros to the whole and adds all of them.
+    """
     first: dict[tuple, ir.Value] = {}
     removed = 0
     for node in list(nodes(op.graph, "Slice")):
         x, y = node.inputs[0], node.outputs[0]
-        numbers = _slice_parameters(node)
-        if x is None or numbers is None or y.is_graph_output():
+        parameters = _slice_parameters(node)
+        if x is None or parameters is None or y.is_graph_output():
             continue
-        stands = x if _takes_all(x, y, numbers) else first.setdefault((x, *numbers), y)
-        if stands is not y:
-            y.replace_all_uses_with(stands)
+        same = x if _takes_all(x, y, parameters) else first.setdefault((x, *parameters), y)
+        if same is not y:
+            y.replace_all_uses_with(same)
             op.graph.remove(node, safe=True)
             removed += 1
     return removed
 
 
 def _slice_parameters(node: ir.Node) -> tuple[tuple[int, ...] | None, ...] | None:
-    """Return starts, ends, axes and steps, if all that are given are constants."""
-    numbers: list[tuple[int, ...] | None] = []
+    """Return starts, ends, axes and steps, if none of them is computed."""
+    parameters: list[tuple[int, ...] | None] = []
     for value in (*node.inputs[1:], None, None)[:4]:
         array = S.constant_of(value)
         if value is not None and array is None:
             return None
-        numbers.append(None if array is None else tuple(int(v) for v in array.ravel()))
-    return tuple(numbers)
+        parameters.append(None if array is None else tuple(int(v) for v in array.ravel()))
+    return tuple(parameters)
 
 
-def _takes_all(x: ir.Value, y: ir.Value, numbers: tuple[tuple[int, ...] | None, ...]) -> bool:
-    return S.same_shape(x, y) and all(step > 0 for step in numbers[3] or ())
+def _takes_all(x: ir.Value, y: ir.Value, parameters: tuple[tuple[int, ...] | None, ...]) -> bool:
+    return S.same_shape(x, y) and all(step > 0 for step in parameters[3] or ())

@@ -1,18 +1,10 @@
-"""Training-mode BatchNormalization in plain operators, for runtimes that have no kernel for it.
+"""Rewrites of normalization layers.
 
-Group normalisation that an exporter wrote out, as the one operator it is.
-
-Exporters write it as an InstanceNormalization of groups that are joined to one axis,
-``Reshape, InstanceNormalization, Reshape``, with scale and shift of the channels behind it, or
-without. InstanceNormalization itself is the one with a channel per group. As one operator its
-gradient takes fewer passes, and images may be bfloat16, for which there is no kernel of the other.
-
-Running averages of many small vectors, updated as one.
-
-``new = old * kept + batch * part`` is three kernels for each mean and each variance of a net, and
-each of them takes as long as its start. Vectors of one length are joined, averaged and split again:
-six kernels for up to 32 of them. Only what is an output of the graph is joined, as what other nodes
-read would have to wait for the last of the others.
+- `decompose_batch_norm`: training-mode BatchNormalization becomes plain operators, for runtimes
+  without a kernel for it.
+- `fuse_group_norm` (CUDA): group normalization that an exporter wrote as InstanceNormalization
+  becomes GroupNormalization.
+- `fuse_running_stats` (CUDA): running statistics of equal length are updated together.
 """
 
 from __future__ import annotations
@@ -37,70 +29,71 @@ from onnxtrain.modes.train_eval import (
     prefers_fused_kernel,
 )
 
+# Training-mode BatchNormalization.
+
 
 def decompose_batch_norm(model: ir.Model, op: OpBuilder) -> int:
-    """Put plain operators in the place of training-mode nodes; return how many there were."""
+    """Replace training-mode BatchNormalization with plain operators; return how many.
+
+    after:   y = (x - mean) / sqrt(var + epsilon) * scale + bias
+             new_mean = old_mean * momentum + mean * (1 - momentum), and the same for var
+    """
     graph = op.graph
-    training = [n for n in nodes(graph, "BatchNormalization") if _number(n, "training_mode", 0)]
+    training = [n for n in nodes(graph, "BatchNormalization") if _attribute(n, "training_mode", 0)]
     for node in training:
-        inside = op.before(node)
-        for old, new in zip(node.outputs, _decomposed(inside, node), strict=False):
+        for old, new in zip(node.outputs, _decompose(op.before(node), node), strict=False):
             new.type, new.shape = old.type, old.shape
             replace_value(old, new, list(old.uses()))
         graph.remove(node, safe=True)
     return len(training)
 
 
-def _decomposed(op: OpBuilder, node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Return the result and both new statistics."""
+def _decompose(op: OpBuilder, node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Return the normalized value and both new running statistics."""
     x, scale, bias, old_mean, old_var = node.inputs
     assert x is not None
     assert scale is not None
     assert bias is not None
-    kept, epsilon = _number(node, "momentum", 0.9), _number(node, "epsilon", 1e-5)
+    momentum, epsilon = _attribute(node, "momentum", 0.9), _attribute(node, "epsilon", 1e-5)
     mean, var = mean_and_variance(op, x)
     flat_mean, flat_var = op.Reshape(mean, [-1]), op.Reshape(var, [-1])
-    in_one = op.target.prefers("fused-affine")
+    fused = op.target.prefers("fused-affine")
     if x.dtype == ir.DataType.BFLOAT16:
-        y = _narrow_affine(op, x, (scale, bias, flat_mean, flat_var), epsilon)
-    elif in_one and (prefers_fused_kernel(op, x) or is_layer_output(x)):
+        y = _bfloat16_affine(op, x, (scale, bias, flat_mean, flat_var), epsilon)
+    elif fused and (prefers_fused_kernel(op, x) or is_layer_output(x)):
         y = normalize(op, x, BatchNormParameters(scale, bias, flat_mean, flat_var), epsilon)
     else:
         column = op.const([-1, *[1] * (op.rank(x) - 2)])
-        spread = op.Sqrt(op.Add(var, epsilon))
-        scaled = op.Mul(op.Div(op.Sub(x, mean), spread), op.Reshape(scale, column))
+        std = op.Sqrt(op.Add(var, epsilon))
+        scaled = op.Mul(op.Div(op.Sub(x, mean), std), op.Reshape(scale, column))
         y = op.Add(scaled, op.Reshape(bias, column))
-    new = [
-        _running_statistic(op, old, batch, kept)
-        for old, batch in ((old_mean, flat_mean), (old_var, flat_var))
-    ]
-    return y, new[0], new[1]
+    new_mean = _running_statistic(op, old_mean, flat_mean, momentum)
+    return y, new_mean, _running_statistic(op, old_var, flat_var, momentum)
 
 
-def _narrow_affine(
-    op: OpBuilder, x: ir.Value, numbers: tuple[ir.Value | None, ...], epsilon: float
+def _bfloat16_affine(
+    op: OpBuilder, x: ir.Value, parameters: tuple[ir.Value | None, ...], epsilon: float
 ) -> ir.Value:
-    """Return ``x * gain + shift`` in bfloat16; the shift makes up for the rounded gain."""
-    scale, bias, mean, var = (op.cast(v, ir.DataType.FLOAT) for v in numbers if v is not None)
+    """Return `x * gain + shift` in bfloat16; the shift compensates for the rounding of the gain."""
+    scale, bias, mean, var = (op.cast(v, ir.DataType.FLOAT) for v in parameters if v is not None)
     r = op.Reciprocal(op.Sqrt(op.Add(var, epsilon)))
     gain = op.cast(op.Mul(scale, r), x.dtype)
     shift = op.cast(op.Sub(bias, op.Mul(mean, op.cast(gain, mean.dtype))), x.dtype)
-    last = list(range(1, op.rank(x) - 1))
-    if last:
-        gain, shift = op.Unsqueeze(gain, last), op.Unsqueeze(shift, last)
+    spatial = list(range(1, op.rank(x) - 1))
+    if spatial:
+        gain, shift = op.Unsqueeze(gain, spatial), op.Unsqueeze(shift, spatial)
     return op.Add(op.Mul(x, gain), shift)
 
 
 def _running_statistic(
-    op: OpBuilder, old: ir.Value | None, batch: ir.Value, kept: float
+    op: OpBuilder, old: ir.Value | None, batch: ir.Value, momentum: float
 ) -> ir.Value:
-    """Return the new statistic; an old one that is zero has no part in it."""
-    part = op.Mul(batch, 1.0 - kept)
-    return part if _is_zero(old) else op.Add(op.Mul(old, kept), part)
+    part = op.Mul(batch, 1.0 - momentum)
+    return part if _is_multiplied_by_zero(old) else op.Add(op.Mul(old, momentum), part)
 
 
-def _is_zero(x: ir.Value | None) -> bool:
-    """Return whether a value is something times zero, as nodes are given that must not average."""
+def _is_multiplied_by_zero(x: ir.Value | None) -> bool:
+    """Return whether a value is something times zero: old statistics that must not be averaged."""
     product = None if x is None else x.producer()
     if product is None or not is_op(product, "Mul"):
         return False
@@ -108,112 +101,122 @@ def _is_zero(x: ir.Value | None) -> bool:
     return factor is not None and not factor.any()
 
 
-def _number(node: ir.Node, name: str, default: float) -> float:
+def _attribute(node: ir.Node, name: str, default: float) -> float:
     attribute = node.attributes.get(name)
     return default if attribute is None else float(attribute.value)
 
 
+# Group normalization.
+
+
 def fuse_group_norm(model: ir.Model, op: OpBuilder) -> int:
-    """Put a GroupNormalization in the place of what computes one; return how many there were."""
+    """Replace InstanceNormalization of joined groups with GroupNormalization; return how many.
+
+        before:  Reshape(InstanceNormalization(Reshape(x, [N, groups, -1]), 1, 0)) * scale + bias
+        after:   GroupNormalization(x, scale, bias)
+
+    Scale and bias per channel are optional. InstanceNormalization itself is the case with one group
+    per channel. The gradient takes fewer passes, and images may be bfloat16, for which CUDA has no
+    InstanceNormalization kernel.
+    """
     schema = S.schema_of("GroupNormalization", op.opset)
     if schema is None or "stash_type" not in schema.attributes:
-        return 0  # before it had that, scale and shift were those of groups
-    return sum(_fold(op, node) for node in nodes(model.graph, "InstanceNormalization"))
+        return 0  # before opset 21, scale and bias were per group
+    return sum(_fuse_norm(op, node) for node in nodes(model.graph, "InstanceNormalization"))
 
 
-def _fold(op: OpBuilder, norm: ir.Node) -> int:
+def _fuse_norm(op: OpBuilder, norm: ir.Node) -> int:
     x, scale, bias = norm.inputs
     if x is None or scale is None or bias is None or norm.graph is not op.graph:
         return 0
     y, groups = norm.outputs[0], (S.dims_of(x) or (0, 0))[1]
-    whole = _grouped_input(norm) if _is_all(scale, 1.0) and _is_all(bias, 0.0) else None
-    if whole is not None:
-        x, y = whole
+    has_affine = not (_is_filled_with(scale, 1.0) and _is_filled_with(bias, 0.0))
+    around = None if has_affine else _reshapes_around(norm)
+    if around is not None:
+        x, y = around
         scale = bias = None
     if not isinstance(groups, int) or not can_normalize_groups(x, groups):
         return 0
     if scale is None or bias is None:
-        scale, bias, y = _affine(op, x, y)
-    if y.is_graph_output():  # callers hold on to outputs
+        scale, bias, y = _following_affine(op, x, y)
+    if y.is_graph_output():  # callers hold on to output values
         return 0
-    replaced, last = _path(norm, y), y.producer()
+    replaced, last = _chain(norm, y), y.producer()
     assert last is not None
     uses = list(y.uses())
     op.position = last
     epsilon = S.attributes_of(norm, op.opset)["epsilon"]
-    folded = op.GroupNormalization(x, scale, bias, num_groups=groups, epsilon=epsilon)
-    node = folded.producer()
+    fused = op.GroupNormalization(x, scale, bias, num_groups=groups, epsilon=epsilon)
+    node = fused.producer()
     assert node is not None
-    node.name = norm.name  # its scope says to which block it belongs
+    node.name = norm.name  # the scope in a name tells the block, for recomputation
     node.metadata_props.update(norm.metadata_props)
-    folded.type, folded.shape = y.type, y.shape
-    replace_value(y, folded, uses)
+    fused.type, fused.shape = y.type, y.shape
+    replace_value(y, fused, uses)
     op.graph.remove(replaced, safe=True)
     return 1
 
 
-def _path(norm: ir.Node, y: ir.Value) -> list[ir.Node]:
-    """Return the nodes from a normalisation to a result, each the only reader of the last."""
-    way = [norm]
-    while y not in way[-1].outputs:
-        (use,) = way[-1].outputs[0].uses()
-        way.append(use.node)
-    return way
+def _chain(norm: ir.Node, y: ir.Value) -> list[ir.Node]:
+    """Return the nodes from a norm to a value, each the only reader of the one before."""
+    chain = [norm]
+    while y not in chain[-1].outputs:
+        (use,) = chain[-1].outputs[0].uses()
+        chain.append(use.node)
+    return chain
 
 
-def _grouped_input(norm: ir.Node) -> tuple[ir.Value, ir.Value] | None:
-    """Return what is normalised and the result in its shape, if groups are joined in between."""
-    inner, out = norm.inputs[0], norm.outputs[0]
-    before = None if inner is None else inner.producer()
-    after = _only_reader(out)
-    if (
-        before is None
-        or after is None
-        or not is_op(before, "Reshape")
-        or not is_op(after, "Reshape")
-    ):
+def _reshapes_around(norm: ir.Node) -> tuple[ir.Value, ir.Value] | None:
+    """Return the input and the result if reshapes around a norm join groups and undo it."""
+    inner = norm.inputs[0]
+    before, after = None if inner is None else inner.producer(), _only_reader(norm.outputs[0])
+    if before is None or after is None:
+        return None
+    if not is_op(before, "Reshape") or not is_op(after, "Reshape"):
         return None
     x, y = before.inputs[0], after.outputs[0]
-    inside = None if inner is None else S.dims_of(inner)
-    if x is None or inside is None or len(inside) != 3 or not S.same_shape(x, y):
+    inner_dims = None if inner is None else S.dims_of(inner)
+    if x is None or inner_dims is None or len(inner_dims) != 3 or not S.same_shape(x, y):
         return None
-    outer = S.dims_of(x)
-    # The batch stays in front: of a view with other rows the groups are others.
-    return (x, y) if outer is not None and outer[0] == inside[0] is not None else None
+    dims = S.dims_of(x)
+    # A reshape that changes the batch axis joins channels of different images.
+    return (x, y) if dims is not None and dims[0] == inner_dims[0] is not None else None
 
 
-def _affine(op: OpBuilder, x: ir.Value, y: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Return scale and shift of the channels that follow, 1 and 0 if none do, and their result."""
+def _following_affine(
+    op: OpBuilder, x: ir.Value, y: ir.Value
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Return scale and bias of the channels that follow `y`, or 1 and 0, and their result."""
     channels, rank = (S.dims_of(x) or (0, 0))[1], S.rank_of(x)
     assert isinstance(channels, int)
-    numbers: list[ir.Value] = []
-    for kind, neutral in (("Mul", 1.0), ("Add", 0.0)):
+    parameters: list[ir.Value] = []
+    for op_type, neutral in (("Mul", 1.0), ("Add", 0.0)):
         reader = _only_reader(y)
-        other = _other(reader, y, kind)
-        if reader is not None and other is not None and _per_channel(other, channels, rank):
+        other = _other_operand(reader, y, op_type)
+        if reader is not None and other is not None and _is_per_channel(other, channels, rank):
             op.position = reader
-            numbers.append(op.Reshape(other, [-1]))
+            parameters.append(op.Reshape(other, [-1]))
             y = reader.outputs[0]
         else:
-            numbers.append(op.const(np.full(channels, neutral), x.dtype))
-    return numbers[0], numbers[1], y
+            parameters.append(op.const(np.full(channels, neutral), x.dtype))
+    return parameters[0], parameters[1], y
 
 
-def _other(node: ir.Node | None, x: ir.Value, kind: str) -> ir.Value | None:
-    if node is None or not is_op(node, kind) or list(node.inputs).count(x) != 1:
+def _other_operand(node: ir.Node | None, x: ir.Value, op_type: str) -> ir.Value | None:
+    if node is None or not is_op(node, op_type) or list(node.inputs).count(x) != 1:
         return None
     return node.inputs[1] if node.inputs[0] is x else node.inputs[0]
 
 
-def _per_channel(v: ir.Value, channels: int, rank: int) -> bool:
-    """Return whether a value broadcasts one number per channel."""
+def _is_per_channel(v: ir.Value, channels: int, rank: int) -> bool:
+    """Return whether a value broadcasts one element per channel."""
     dims = S.dims_of(v)
     if dims is None or not rank - 1 <= len(dims) <= rank:
         return False
     return list(dims[-(rank - 1) :]) == [channels, *[1] * (rank - 2)] and dims[0] in (1, channels)
 
 
-def _is_all(x: ir.Value, number: float) -> bool:
+def _is_filled_with(x: ir.Value, number: float) -> bool:
     array = S.constant_of(x)
     return array is not None and bool((array == number).all())
 
@@ -223,26 +226,36 @@ def _only_reader(x: ir.Value) -> ir.Node | None:
     return uses[0].node if len(uses) == 1 and not x.is_graph_output() else None
 
 
-class _RunningAverage(NamedTuple):
-    """An output that is a sum of two scaled vectors."""
+# Running statistics.
 
-    new: ir.Value
+
+class _RunningAverage(NamedTuple):
+    """A graph output that is `vectors[0] * factors[0] + vectors[1] * factors[1]`."""
+
+    output: ir.Value
     vectors: tuple[ir.Value, ir.Value]
     factors: tuple[float, float]
 
 
 def fuse_running_stats(model: ir.Model, op: OpBuilder) -> int:
-    """Join averages of vectors of one length and type; return how many were joined."""
-    alike: dict[tuple[ir.DataType | None, int], list[_RunningAverage]] = defaultdict(list)
+    """Update running statistics of one length and type together; return how many.
+
+        before:  for each: old * momentum + batch * (1 - momentum)
+        after:   Split(Concat(olds) * momentum + Concat(batches) * (1 - momentum))
+
+    Each statistic takes three kernels, each as long as its launch; together up to 32 of them take
+    six. Only graph outputs are fused: other readers would have to wait for all of them.
+    """
+    groups: dict[tuple[ir.DataType | None, int], list[_RunningAverage]] = defaultdict(list)
     for node in nodes(op.graph, "Add"):
         average = _find_running_average(node)
         if average is not None:
-            sizes = D.static_sizes(S.dims_of(average.new) or (None,)) or [0]
-            alike[average.new.dtype, sizes[0]].append(average)
-    most, count = T.CUDA_GRAPH_CONCAT_INPUTS, 0
-    for group in alike.values():
-        for first in range(0, len(group), most):
-            part = group[first : first + most]
+            sizes = D.static_sizes(S.dims_of(average.output) or (None,)) or [0]
+            groups[average.output.dtype, sizes[0]].append(average)
+    count = 0
+    for group in groups.values():
+        for first in range(0, len(group), T.CUDA_GRAPH_CONCAT_INPUTS):
+            part = group[first : first + T.CUDA_GRAPH_CONCAT_INPUTS]
             if len(part) >= T.FUSED_RUNNING_STATS:
                 _fuse_averages(op.before(None), part)
                 count += len(part)
@@ -250,19 +263,19 @@ def fuse_running_stats(model: ir.Model, op: OpBuilder) -> int:
 
 
 def _find_running_average(node: ir.Node) -> _RunningAverage | None:
-    """Return what a sum averages, if that is two vectors that it scales by numbers."""
-    new = node.outputs[0]
-    sizes = D.static_sizes(S.dims_of(new) or (None,))
-    if not new.is_graph_output() or new.uses() or sizes is None or len(sizes) != 1:
+    """Return what a sum averages, if it is a graph output of two vectors scaled by constants."""
+    y = node.outputs[0]
+    dims = D.static_sizes(S.dims_of(y) or (None,))
+    if not y.is_graph_output() or y.uses() or dims is None or len(dims) != 1:
         return None
-    parts = [_scaled(x) for x in node.inputs]
-    if any(p is None or S.dims_of(p[0]) != S.dims_of(new) for p in parts):
+    terms = [_scaled_vector(x) for x in node.inputs]
+    if any(t is None or S.dims_of(t[0]) != S.dims_of(y) for t in terms):
         return None
-    (a, fa), (b, fb) = (p for p in parts if p is not None)
-    return _RunningAverage(new, (a, b), (fa, fb))
+    (a, factor_a), (b, factor_b) = (t for t in terms if t is not None)
+    return _RunningAverage(y, (a, b), (factor_a, factor_b))
 
 
-def _scaled(x: ir.Value | None) -> tuple[ir.Value, float] | None:
+def _scaled_vector(x: ir.Value | None) -> tuple[ir.Value, float] | None:
     product = None if x is None else x.producer()
     if product is None or not is_op(product, "Mul"):
         return None
@@ -273,17 +286,17 @@ def _scaled(x: ir.Value | None) -> tuple[ir.Value, float] | None:
 
 
 def _fuse_averages(op: OpBuilder, group: list[_RunningAverage]) -> None:
-    sides = []
+    terms = []
     for side in (0, 1):
         rows = op.Concat(*(a.vectors[side] for a in group), axis=0)
         factors = np.array([[a.factors[side]] for a in group])
-        dtype = group[0].new.dtype
+        dtype = group[0].output.dtype
         if len(set(factors.ravel())) == 1:
-            sides.append(op.Mul(rows, op.const(factors[0, 0], dtype)))
+            terms.append(op.Mul(rows, op.const(factors[0, 0], dtype)))
         else:
             table = op.Reshape(rows, [len(group), -1])
-            sides.append(op.Reshape(op.Mul(table, op.const(factors, dtype)), [-1]))
-    parts = op.Split(op.Add(*sides), axis=0, num_outputs=len(group), _outputs=len(group))
+            terms.append(op.Reshape(op.Mul(table, op.const(factors, dtype)), [-1]))
+    parts = op.Split(op.Add(*terms), axis=0, num_outputs=len(group), _outputs=len(group))
     for average, part in zip(group, parts, strict=True):
-        part.type = average.new.type
-        replace_value(average.new, part, [])
+        part.type = average.output.type
+        replace_value(average.output, part, [])

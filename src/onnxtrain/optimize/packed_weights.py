@@ -1,15 +1,8 @@
-"""Frozen weights are dequantised where they are used, each time anew.
+"""Unpack frozen quantized weights where they are used, one layer at a time.
 
-``(q - z) * (s + 0) = (q - z) * s``: the zero depends on the other operand of the reader. Without
-it, a runtime dequantises all layers at the start and keeps them until the backward pass has read
-them: the whole model in float32. With it, one layer at a time is unpacked.
-
-Products with packed weights as plain products, the weights unpacked by operators on bytes.
-
-``x W^T = sum of x_i W_i^T`` over the places ``i`` of a byte (:mod:`~onnxtrain.expand.
-packed_parts`). A kernel that unpacks number by number takes longer than a product of a few hundred
-rows; three passes over the bytes do not. Weights are unpacked when ``x`` is there, and again in the
-backward pass, so that no more than one layer's are floats at a time.
+- `dequantize_at_use`: every reader of a quantized weight gets its own DequantizeLinear.
+- `unpack_nbits_matmul` (wasm): MatMulNBits becomes a plain matmul with weights unpacked by byte
+  operators.
 """
 
 from __future__ import annotations
@@ -28,16 +21,23 @@ _MOVES = ("Transpose", "Reshape", "Slice", "Cast", "Identity", "Squeeze", "Unsqu
 
 
 def dequantize_at_use(model: ir.Model, op: OpBuilder) -> int:
-    """Let each reader of a frozen quantised weight have its own copy, made when it is needed."""
+    """Give each reader of a frozen quantized weight its own DequantizeLinear; return how many.
+
+        before:  w = DequantizeLinear(q, s, z), read by the forward and the backward pass
+        after:   each reader: DequantizeLinear(q, s + 0, z), with 0 computed from its other operand
+
+    Without the dependency, onnxruntime dequantizes all layers at the start and keeps them until the
+    backward pass has read them: the whole model in float32. With it, one layer at a time.
+    """
     changed = 0
     for node in nodes(model.graph, "DequantizeLinear"):
         if not _is_frozen(node):
             continue
         for path, reader, i in list(_readers(node)):
-            wait = _operand(reader, i)
-            if wait is None:
+            wait_for = _computed_operand(reader, i)
+            if wait_for is None:
                 continue
-            _append_own_copy(op.before(reader), [node, *path], reader, i, wait)
+            _append_own_copy(op.before(reader), [node, *path], reader, i, wait_for)
             changed += 1
     return changed
 
@@ -54,7 +54,7 @@ def _is_frozen(node: ir.Node) -> bool:
 
 
 def _readers(node: ir.Node) -> Iterator[tuple[list[ir.Node], ir.Node, int]]:
-    """Return what reads a weight, behind nodes that only move it: (moves, reader, which input)."""
+    """Yield the readers of a weight after nodes that only move it: moves, reader, input index."""
     pending: list[tuple[list[ir.Node], ir.Value]] = [([], node.outputs[0])]
     while pending:
         path, value = pending.pop()
@@ -70,8 +70,8 @@ def _readers(node: ir.Node) -> Iterator[tuple[list[ir.Node], ir.Node, int]]:
                 yield path, reader, i
 
 
-def _operand(reader: ir.Node, i: int) -> ir.Value | None:
-    """Return another float operand of a reader that is computed or fed."""
+def _computed_operand(reader: ir.Node, i: int) -> ir.Value | None:
+    """Return another float operand of a reader that is not an initializer."""
     for j, x in enumerate(reader.inputs):
         if j != i and x is not None and S.is_float(x) and x.const_value is None and x.shape:
             return x
@@ -79,26 +79,34 @@ def _operand(reader: ir.Node, i: int) -> ir.Value | None:
 
 
 def _append_own_copy(
-    op: OpBuilder, chain: list[ir.Node], reader: ir.Node, i: int, wait: ir.Value
+    op: OpBuilder, chain: list[ir.Node], reader: ir.Node, i: int, wait_for: ir.Value
 ) -> None:
     first, *moves = chain
     scale = first.inputs[1]
     assert scale is not None
-    zero = op.Cast(op.Squeeze(runtime_zero(op, wait), [0]), to=scale.dtype)
-    late = op.Add(scale, zero)
-    late.shape = scale.shape
-    inputs = [first.inputs[0], late, *first.inputs[2:]]
+    zero = op.Cast(op.Squeeze(runtime_zero(op, wait_for), [0]), to=scale.dtype)
+    own_scale = op.Add(scale, zero)
+    own_scale.shape = scale.shape
+    inputs = [first.inputs[0], own_scale, *first.inputs[2:]]
     value = copy_node(op, first, inputs)
     for move in moves:
         value = copy_node(op, move, [value, *move.inputs[1:]])
     reader.replace_input_with(i, value)
 
 
-_INPUTS = 6
+_MATMUL_NBITS_INPUTS = 6  # with zero points, g_idx and bias, which are optional
 
 
 def unpack_nbits_matmul(model: ir.Model, op: OpBuilder) -> int:
-    """Replace products whose packed weights are constants; return how many."""
+    """Replace MatMulNBits of constant weights with plain matmuls; return how many.
+
+        before:  MatMulNBits(x, q)
+        after:   x W^T = sum over positions i in a byte of x_i W_i^T
+
+    On wasm, a kernel that unpacks element by element takes longer than a matmul of a few hundred
+    rows; three passes over bytes do not. Weights are unpacked once `x` is computed, and again in
+    the backward pass, so that only one layer is in float32 at a time.
+    """
     changed = 0
     for node in list(model.graph):
         if op_key(node) == "com.microsoft::MatMulNBits" and _unpacked_matmul(op.before(node), node):
@@ -107,19 +115,24 @@ def unpack_nbits_matmul(model: ir.Model, op: OpBuilder) -> int:
 
 
 def _unpacked_matmul(op: OpBuilder, node: ir.Node) -> bool:
-    x, b, scales, points, groups, bias = [*node.inputs, *[None] * _INPUTS][:_INPUTS]
-    named = S.attributes_of(node, 1)
+    x, b, scales, zero_points, groups, bias = [
+        *node.inputs,
+        *[None] * _MATMUL_NBITS_INPUTS,
+    ][:_MATMUL_NBITS_INPUTS]
+    attributes = S.attributes_of(node, 1)
     if x is None or scales is None or b is None or b.const_value is None or groups is not None:
         return False
-    sizes = named["N"], named["K"], named["block_size"], named.get("bits", 4)
-    form = PackedMatMul(*sizes, scales.dtype)
-    if not form.fits() or S.dims_of(x) is None:
+    sizes = attributes["N"], attributes["K"], attributes["block_size"], attributes.get("bits", 4)
+    packed = PackedMatMul(*sizes, scales.dtype)
+    if not packed.fits() or S.dims_of(x) is None:
         return False
-    if points is not None and (points.const_value is None or points.dtype != ir.DataType.UINT8):
+    if zero_points is not None and (
+        zero_points.const_value is None or zero_points.dtype != ir.DataType.UINT8
+    ):
         return False
     uses = list(node.outputs[0].uses())
-    weights = form.weights(op, b, scales, points, wait=x)
-    y = form.product(op, form.group_columns(op, x), weights)
+    weights = packed.weights(op, b, scales, zero_points, wait=x)
+    y = packed.product(op, packed.group_columns(op, x), weights)
     if bias is not None:
         y = op.Add(y, bias)
     replace_value(node.outputs[0], y, uses)

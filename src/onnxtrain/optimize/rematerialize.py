@@ -1,13 +1,17 @@
-"""Values that are kept for the backward pass though it could make them again for next to nothing.
+"""Rematerialize cheap activations in the backward pass instead of storing them.
 
-A product wants its operand again for the gradient of its weight. Where that is one pass over a
-value that is kept as well, the activation behind a linear layer or a row by its own factor, keeping
-both takes twice the memory, and the pass takes little of the time of a step. Scores of long
-attention are much larger than queries and keys, which are kept as well: torch's own kernel makes
-them again, too.
+The weight gradient of `y = f(x) W` reads `f(x)` again. If `x` is stored anyway, because another
+gradient reads it, and `f` is one elementwise kernel (GELU, a scale per row) or the softmax of long
+attention, recomputing `f(x)` saves one activation of that size for one memory-bound kernel:
 
-What is made again reads another view of the same memory, since onnxruntime would merge two equal
-nodes. It runs late because only the backward pass reads it, and nodes run in the order of a file.
+    before:  x -> Gelu -> g -> MatMul(W)   ...   backward: MatMul(g^T, dy)
+    after:   x -> Gelu -> g -> MatMul(W)   ...   backward: MatMul(Gelu(Reshape(x))^T, dy)
+
+The copy reads a reshaped view of `x`, because onnxruntime would merge two equal nodes. It runs in
+the backward pass, because nodes run in the order of the file.
+
+Scores of long attention are much larger than queries and keys, which are stored anyway; torch's
+kernels recompute them, too.
 """
 
 from __future__ import annotations
@@ -25,112 +29,111 @@ from onnxtrain.graph.nodes import is_op, nodes
 from onnxtrain.graph.shapes.dims import Dim
 from onnxtrain.modes.mixed_precision import ATTENTION_OPSET, can_upgrade_opset
 
-_UNKNOWN_DIM_SIZE = 32  # what a symbolic size counts as
+_UNKNOWN_DIM_SIZE = 32  # assumed for symbolic sizes
 Dims = Sequence[Dim] | None
 
 _VIEWS = ("Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 
 
 def rematerialize(model: ir.Model, op: OpBuilder) -> int:
-    """Let late readers of cheap values read copies of these, in place; return how many."""
+    """Redirect backward uses of cheap activations to recomputed copies; return how many values."""
     graph = model.graph
-    early = forward_nodes(graph)
-    place = {node: i for i, node in enumerate(graph)}
+    forward = forward_nodes(graph)
+    position = {node: i for i, node in enumerate(graph)}
     sizes, count = Sizes(other=_UNKNOWN_DIM_SIZE), 0
     fused = op.target.prefers("fuse-attention") and can_upgrade_opset(model, ATTENTION_OPSET)
     for node in nodes(graph, "Gelu", "Mul", "Softmax"):
         y = node.outputs[0]
-        if node not in early or y.is_graph_output() or sizes(y) < T.REMATERIALIZE_BYTES:
+        if node not in forward or y.is_graph_output() or sizes(y) < T.REMATERIALIZE_BYTES:
             continue
         uses = list(y.uses())
-        late = [use for use in uses if use.node not in early and use.node in place]
-        chain = _recompute_recipe(node, early, fused=fused)
-        if not late or len(late) == len(uses) or chain is None:
+        backward_uses = [use for use in uses if use.node not in forward and use.node in position]
+        recipe = _recompute_recipe(node, forward, fused=fused)
+        if not backward_uses or len(backward_uses) == len(uses) or recipe is None:
             continue
-        if is_op(node, "Gelu") and not all(_feeds_only_matmuls(use.node, use.idx) for use in late):
+        if is_op(node, "Gelu") and not all(_feeds_only_matmuls(*use) for use in backward_uses):
             continue
-        op.position = min((use.node for use in late), key=place.__getitem__)
-        again = _append_copy(op, chain)
-        if again is None:
+        op.position = min((use.node for use in backward_uses), key=position.__getitem__)
+        recomputed = _append_copy(op, recipe)
+        if recomputed is None:
             continue
-        for use in late:
-            use.node.replace_input_with(use.idx, again)
+        for use in backward_uses:
+            use.node.replace_input_with(use.idx, recomputed)
         count += 1
     return count
 
 
-def _recompute_recipe(node: ir.Node, early: set[ir.Node], *, fused: bool) -> list[ir.Node] | None:
-    """Return the nodes that make a value again from values that are kept in any case.
+def _recompute_recipe(node: ir.Node, forward: set[ir.Node], *, fused: bool) -> list[ir.Node] | None:
+    """Return the nodes that recompute a value from values that are stored anyway.
 
-    Scores in 16 bits cost nothing where the forward pass need not make them.
+    Scores in 16 bits are always worth it if the fused operator can replace the forward pass.
     """
     y = node.outputs[0]
     if is_op(node, "Softmax"):
         scores = match_attention_scores(node)
         if scores is None or not (scores.is_long or (fused and scores.fits_fused_attention)):
             return None
-        kept = all(_is_saved_for_backward(x, early) for x in (scores.query, scores.key))
-        return list(scores.nodes) if kept else None
+        saved = all(_is_saved_for_backward(x, forward) for x in (scores.query, scores.key))
+        return list(scores.nodes) if saved else None
     if is_op(node, "Gelu"):
-        by_tanh = node.attributes.get("approximate")
-        if by_tanh is not None and by_tanh.as_string() != "none":
-            return None  # its gradient reads the result as well
-        return [node] if _is_saved_for_backward(node.inputs[0], early) else None
+        if node.attributes.get_string("approximate", "none") != "none":
+            return None  # the gradient of the tanh form reads the result, too
+        return [node] if _is_saved_for_backward(node.inputs[0], forward) else None
     large = [x for x in node.inputs if x is not None and S.same_shape(x, y)]
     factors = [x for x in node.inputs if x is not None and _is_row_scale(x, y)]
-    if len(large) != 1 or len(factors) != 1 or not _is_saved_for_backward(large[0], early):
+    if len(large) != 1 or len(factors) != 1 or not _is_saved_for_backward(large[0], forward):
         return None
     return [node]
 
 
 def _is_row_scale(x: ir.Value, y: ir.Value) -> bool:
-    """Return whether a value has one number for each row of another."""
+    """Return whether a value has one element per row of another."""
     dims, whole = S.dims_of(x), S.dims_of(y)
     if dims is None or whole is None or len(dims) != len(whole) or len(dims) < 2:
         return False
     return None not in whole and dims == (*whole[:-1], 1) and whole[-1] != 1
 
 
-def _is_saved_for_backward(x: ir.Value | None, early: set[ir.Node]) -> bool:
-    """Return whether the backward pass reads a value; inputs are there at any time."""
+def _is_saved_for_backward(x: ir.Value | None, forward: set[ir.Node]) -> bool:
+    """Return whether the backward pass reads a value, or it is a graph input."""
     if x is None or S.dims_of(x) is None:
         return False
-    return x.producer() is None or any(use.node not in early for use in x.uses())
+    return x.producer() is None or any(use.node not in forward for use in x.uses())
 
 
 def _feeds_only_matmuls(node: ir.Node, index: int) -> bool:
-    """Return whether nothing but products of matrices reads what a node makes of its input."""
+    """Return whether only matmuls read an input of a node, possibly through views."""
     if is_op(node, "MatMul", "Gemm"):
         return index < 2
     if not is_op(node, *_VIEWS) or index or node.outputs[0].is_graph_output():
         return False
-    return all(_feeds_only_matmuls(use.node, use.idx) for use in node.outputs[0].uses())
+    return all(_feeds_only_matmuls(*use) for use in node.outputs[0].uses())
 
 
 def _append_copy(op: OpBuilder, chain: Sequence[ir.Node]) -> ir.Value | None:
-    """Append the nodes once more, on other views of what they read; return the result."""
+    """Append copies of nodes that read reshaped views; return the result in its old shape."""
     y = chain[-1].outputs[0]
     first, back = chain[0], _shape(S.dims_of(y))
-    view = _unsqueezed_shape if is_op(first, "MatMul") else _rows
+    view = _unsqueezed_shape if is_op(first, "MatMul") else _rows_shape
     shapes = [None if x is None else view(S.dims_of(x)) for x in first.inputs]
     if back is None or None in shapes:
         return None
-    mine: dict[ir.Value, ir.Value] = {}
+    copies: dict[ir.Value, ir.Value] = {}
     for x, shape in zip(first.inputs, shapes, strict=True):
         assert x is not None
-        mine[x] = op.Reshape(x, shape)
+        copies[x] = op.Reshape(x, shape)
     for node in chain:
-        inputs = [x if x is None else mine.get(x, x) for x in node.inputs]
-        if is_op(node, "Softmax"):  # the last axis may have a new number
-            again = op.Softmax(*inputs, axis=-1)
+        inputs = [x if x is None else copies.get(x, x) for x in node.inputs]
+        if is_op(node, "Softmax"):  # a positive axis may be another one in the view
+            copy = op.Softmax(*inputs, axis=-1)
         else:
-            again = copy_node(op, node, inputs)
-        mine[node.outputs[0]] = again
-    return op.Reshape(mine[y], back)
+            copy = copy_node(op, node, inputs)
+        copies[node.outputs[0]] = copy
+    return op.Reshape(copies[y], back)
 
 
 def _shape(dims: Dims) -> list[int] | None:
-    """Return what a Reshape wants for some sizes, of which one may be open."""
+    """Return a shape for Reshape, with -1 for one symbolic size."""
     if dims is None or sum(not isinstance(d, int) for d in dims) > 1:
         return None
     return [d if isinstance(d, int) else -1 for d in dims]
@@ -141,8 +144,8 @@ def _unsqueezed_shape(dims: Dims) -> list[int] | None:
     return None if shape is None else [1, *shape]
 
 
-def _rows(dims: Dims) -> list[int] | None:
-    """Return the shape of a matrix of all rows, or of one such matrix if it is one already."""
+def _rows_shape(dims: Dims) -> list[int] | None:
+    """Return the shape of a matrix of all rows; a matrix gets an axis of size 1."""
     if not dims or len(dims) < 2 or not isinstance(dims[-1], int):
         return None
     return [1, -1, dims[-1]] if len(dims) == 2 else [-1, dims[-1]]

@@ -1,26 +1,8 @@
-"""Rows that are scattered element by element.
+"""Rewrites of ScatterND, which gradients of embeddings and indexing use.
 
-``y[i[n]] += u[n]`` for rows of C elements is ``y'[i[n] C + c] += u'[n C + c]`` for all elements of
-the same tensors as vectors. CUDA's kernel gives an index to a thread, which goes through the row by
-itself: few threads of many, none of which reads next to its neighbour. With an index for each
-element, or for a few of them where there are very many, all threads have work.
-
-Indices below zero count from the end, and others beyond the table are those of its ends, as the
-kernel has it.
-
-Gradients of small tables as products.
-
-``y[r] = sum over n of [i[n] = r] u[n]`` is a product of a matrix of zeros and ones with the rows
-that would be scattered. Where many rows go to few places, as kinds of tokens and buckets of
-distances do, a GPU adds them one after the other, and the product takes a tenth of the time.
-
-Indices below zero count from the end. One beyond the table belongs to no row: a GPU reads zeros
-for it.
-
-Rows scattered into a sum instead of into zeros that are added to it.
-
-A table that is both looked up and multiplied by, such as tied embeddings, has two gradients: a
-whole one, and a few rows added up in a table of zeros. The rows can be added to the whole one.
+- `scatter_nd_per_element` (CUDA): an index per element instead of one per row.
+- `scatter_add_as_matmul` (CUDA): adding rows to a small table becomes a matmul with one-hot rows.
+- `fuse_scatter_add`: rows are scattered into a sum instead of into zeros.
 """
 
 from __future__ import annotations
@@ -34,6 +16,7 @@ import onnx_ir as ir
 from onnxtrain import thresholds as T
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder, replace_value
+from onnxtrain.graph.match import Match, checked
 from onnxtrain.graph.nodes import is_op, nodes
 from onnxtrain.graph.shapes import dims as D
 
@@ -43,9 +26,9 @@ class _ScatterSizes:
     """Sizes of a scatter.
 
     Attributes:
-        table: of the axes that indices name.
-        count: how many indices there are.
-        pieces: that each row is cut into.
+        table: sizes of the axes that indices address.
+        count: number of indices.
+        pieces: pieces of a row, each with its own index.
         width: elements of a piece.
     """
 
@@ -56,14 +39,23 @@ class _ScatterSizes:
 
 
 def scatter_nd_per_element(model: ir.Model, op: OpBuilder) -> int:
-    """Give elements of scattered rows indices of their own, in place; return how many did so."""
+    """Give the elements of scattered rows their own indices; return how many nodes changed.
+
+        before:  y[i[n]] += u[n]                    rows of C elements
+        after:   y'[i[n] C + c] += u'[n C + c]      y', u': the same tensors as vectors
+
+    CUDA's kernel runs one thread per index, which walks its row alone: few threads, and none reads
+    next to its neighbor. Very large rows get an index per piece of several elements.
+
+    Negative indices count from the end, and indices out of range are clipped, as in the kernel.
+    """
     return sum(_scatter_elements(op, node) for node in nodes(model.graph, "ScatterND"))
 
 
 def _scatter_elements(op: OpBuilder, node: ir.Node) -> int:
     data, indices, updates = node.inputs
     if data is None or indices is None or not S.is_float(updates):
-        return 0  # integers are mostly known before a run, and folded by the runtime
+        return 0  # integers are mostly constant, and onnxruntime folds them
     rows = _scatter_sizes(node)
     if rows is None:
         return 0
@@ -71,11 +63,11 @@ def _scatter_elements(op: OpBuilder, node: ir.Node) -> int:
     y = node.outputs[0]
     shape = [-1] if rows.width == 1 else [-1, rows.width]
     first = _first_pieces(op, indices, rows)
-    where = op.Add(first, op.iota(rows.pieces))
+    positions = op.Add(first, op.iota(rows.pieces))
     reduction = node.attributes.get("reduction")
     flat = op.ScatterND(
-        _pieces(op, data, shape),
-        op.Reshape(where, [-1, 1]),
+        _as_pieces(op, data, shape),
+        op.Reshape(positions, [-1, 1]),
         op.Reshape(updates, shape),
         reduction=None if reduction is None else reduction.as_string(),
     )
@@ -86,7 +78,7 @@ def _scatter_elements(op: OpBuilder, node: ir.Node) -> int:
 
 
 def _scatter_sizes(node: ir.Node) -> _ScatterSizes | None:
-    """Return the sizes of a scatter of long rows, ``None`` of others or if they are not known."""
+    """Return the sizes of a scatter of long rows; None if rows are short or sizes are unknown."""
     known = [
         None if x is None else D.static_sizes(S.dims_of(x)) for x in (*node.inputs, *node.outputs)
     ]
@@ -105,7 +97,7 @@ def _scatter_sizes(node: ir.Node) -> _ScatterSizes | None:
 
 
 def _first_pieces(op: OpBuilder, indices: ir.Value, rows: _ScatterSizes) -> ir.Value:
-    """Return where each row begins, counted in pieces: one column."""
+    """Return the index of the first piece of each row, as a column."""
     axes = len(rows.table)
     steps = np.cumprod([rows.pieces, *rows.table[:0:-1]])[::-1].astype(np.int64)
     last = np.asarray(rows.table, np.int64) - 1
@@ -123,21 +115,29 @@ def _first_pieces(op: OpBuilder, indices: ir.Value, rows: _ScatterSizes) -> ir.V
     return op.ReduceSum(moved, [1], keepdims=1) if axes > 1 else moved
 
 
-def _pieces(op: OpBuilder, data: ir.Value, shape: list[int]) -> ir.Value:
-    """Return the table in pieces; one of a single number is made so."""
-    maker = data.producer()
-    if maker is None or not is_op(maker, "ConstantOfShape") or len(data.uses()) != 1:
+def _as_pieces(op: OpBuilder, data: ir.Value, shape: list[int]) -> ir.Value:
+    """Return the table in pieces; a ConstantOfShape gets that shape without a copy."""
+    node = data.producer()
+    if node is None or not is_op(node, "ConstantOfShape") or len(data.uses()) != 1:
         return op.Reshape(data, shape)
     sizes = op.static(data)
     assert sizes is not None
     total = math.prod(sizes) // math.prod(shape[1:])
-    value = maker.attributes.get("value")
+    value = node.attributes.get("value")
     tensor = None if value is None else value.as_tensor()
     return op.ConstantOfShape([total, *shape[1:]], value=tensor)
 
 
 def scatter_add_as_matmul(model: ir.Model, op: OpBuilder) -> int:
-    """Add rows to small tables of zeros by products, in place; return how many there were."""
+    """Add rows to small tables of zeros by matmuls; return how many.
+
+        before:  ScatterND(0, i, u, reduction="add")
+        after:   MatMul(one_hot(i)^T, u)
+
+    Where many rows go to few indices, as with token types and relative position buckets, CUDA adds
+    them one by one; the matmul takes a tenth of the time. Negative indices count from the end. An
+    index out of range matches no row; CUDA's Gather reads zeros for it.
+    """
     return sum(_scatter_to_matmul(op, node) for node in nodes(model.graph, "ScatterND"))
 
 
@@ -149,7 +149,7 @@ def _scatter_to_matmul(op: OpBuilder, node: ir.Node) -> int:
     if (
         reduction.as_string() != "add"
         or updates.dtype != ir.DataType.FLOAT
-        or not _is_constant_of_zeros(data)
+        or not _is_zeros(data, initializers=False)
     ):
         return 0
     table, sizes = D.static_sizes(S.dims_of(data)), D.static_sizes(S.dims_of(indices))
@@ -161,56 +161,54 @@ def _scatter_to_matmul(op: OpBuilder, node: ir.Node) -> int:
     if rows > T.ONE_HOT_ROWS or rows * count > T.ONE_HOT_ELEMENTS or count < rows:
         return 0
     op.position = node
-    listed = op.Reshape(indices, [-1])
-    inside = op.Where(op.Less(listed, 0), op.Add(listed, rows), listed)
-    places = op.Equal(op.const(np.arange(rows)[:, None]), inside)
-    ones = op.Cast(places, to=updates.dtype)
-    total = op.MatMul(ones, op.Reshape(updates, [count, math.prod(table[1:])]))
+    flat = op.Reshape(indices, [-1])
+    positive = op.Where(op.Less(flat, 0), op.Add(flat, rows), flat)
+    is_row = op.Equal(op.const(np.arange(rows)[:, None]), positive)
+    one_hot = op.Cast(is_row, to=updates.dtype)
+    total = op.MatMul(one_hot, op.Reshape(updates, [count, math.prod(table[1:])]))
     replace_value(y, op.Reshape(total, list(table)), list(y.uses()))
     return 1
 
 
-def _is_constant_of_zeros(x: ir.Value) -> bool:
-    node = x.producer()
-    if node is None or not is_op(node, "ConstantOfShape"):
-        return False
-    value = node.attributes.get("value")
-    return value is None or not value.as_tensor().numpy().any()
-
-
 def fuse_scatter_add(model: ir.Model, op: OpBuilder) -> int:
-    """Let a ScatterND start from what would be added to it; return how many do."""
+    """Scatter rows into what would be added to them; return how many nodes changed.
+
+        before:  c + ScatterND(0, i, u, reduction="add")
+        after:   ScatterND(c, i, u, reduction="add")
+
+    Tied embeddings have such gradients: one of the whole table from the last layer, and one of some
+    rows from the lookup.
+    """
     changed = 0
     for node in nodes(model.graph, "Add"):
-        for rows, whole in (tuple(node.inputs), tuple(reversed(node.inputs))):
-            scatter = _scattered(rows, node)
-            if scatter is None or whole is None or not S.same_shape(whole, node.outputs[0]):
-                continue
+        match = _sum_with_scatter.match(node)
+        if match is not None:
             op.position = node
             y = node.outputs[0]
-            new = op.ScatterND(whole, *scatter.inputs[1:], reduction="add")
-            replace_value(y, new, list(y.uses()))
+            scatter = match.node("scattered")
+            fused = op.ScatterND(match["whole"], *scatter.inputs[1:], reduction="add")
+            replace_value(y, fused, list(y.uses()))
             changed += 1
-            break
     return changed
 
 
-def _scattered(x: ir.Value | None, reader: ir.Node) -> ir.Node | None:
-    """Return the node that adds rows to zeros, if only ``reader`` reads the result."""
-    node = None if x is None else x.producer()
-    if x is None or node is None or len(x.uses()) != 1 or x.is_graph_output():
-        return None
-    kind = node.attributes.get("reduction")
-    if not is_op(node, "ScatterND") or kind is None or kind.as_string() != "add":
-        return None
-    same = node.graph is reader.graph and S.same_shape(x, reader.outputs[0])
-    return node if same and _is_all_zero(node.inputs[0]) else None
+def _check_scatter(match: Match) -> bool | str:
+    y = match.root.outputs[0]
+    if not S.same_shape(match["whole"], y) or not S.same_shape(match["scattered"], y):
+        return "an operand is broadcast"
+    return _is_zeros(match["zeros"], initializers=True) or "rows are not added to zeros"
 
 
-def _is_all_zero(x: ir.Value | None) -> bool:
-    node = None if x is None else x.producer()
+@checked(_check_scatter)
+def _sum_with_scatter(op, zeros, whole):
+    scattered = op.ScatterND(zeros, ..., reduction="add").once().named("scattered")
+    return op.Add(scattered, whole)
+
+
+def _is_zeros(x: ir.Value, *, initializers: bool) -> bool:
+    node = x.producer()
     if node is not None and is_op(node, "ConstantOfShape"):
         value = node.attributes.get("value")
         return value is None or not value.as_tensor().numpy().any()
-    array = None if x is None else S.constant_of(x)
+    array = S.constant_of(x) if initializers else None
     return array is not None and not array.any()
