@@ -116,7 +116,7 @@ bench: bench-setup  ## every engine on every net, growth, gradients and threshol
 	$(BIN)/python -m benchmarks --write
 	$(BIN)/python -m benchmarks.growth --write
 	$(BIN)/python -m benchmarks.gradients --write
-	$(BIN)/python -m benchmarks.thresholds --write
+	$(BIN)/python -m benchmarks.passes --sizes --write
 	cd docs && ../$(BIN)/python -m sitegen
 
 bench-quick: bench-setup  ## three nets, under three minutes once everything is set up

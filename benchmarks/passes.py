@@ -41,6 +41,7 @@ import onnxtrain
 from benchmarks import machine, page, quiet, report, thresholds
 from benchmarks.pass_nets import NETS, AdapterNet, Net
 from benchmarks.peers import ROOT
+from benchmarks.threshold_nets import CUDA_SIDES
 from onnxtrain import targets
 from onnxtrain import thresholds as T
 from onnxtrain.optimize import pipeline
@@ -74,10 +75,10 @@ def switches(target: str) -> list[Switch]:
     """Return all passes, preferences and thresholds that apply to a target."""
     target_ = targets.find(target)
     entries = [p for name in _LISTS for p in getattr(pipeline, name)]
-    passes = dict.fromkeys(p.rewrite.__name__ for p in entries if p.wanted(target_))
+    passes = dict.fromkeys(p.rewrite.__name__ for p in entries if p.runs_on(target_))
     owned = {p.prefers for p in entries}
     preferences = sorted(target_.preferences - owned)
-    sizes = list(thresholds.CASES) if target == "cpu" else list(thresholds.CUDA_SIDES)
+    sizes = list(thresholds.CASES) if target == "cpu" else list(CUDA_SIDES)
     return [
         *(Switch("pass", n) for n in passes),
         *(Switch("preference", n) for n in preferences),
@@ -104,7 +105,7 @@ def without(switch: Switch, target: str) -> Iterator[None]:
 
 
 def _side(name: str) -> str:
-    return thresholds.CASES[name].side if name in thresholds.CASES else thresholds.CUDA_SIDES[name]
+    return thresholds.CASES[name].side if name in thresholds.CASES else CUDA_SIDES[name]
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Small nets that meet the choices of ``onnxtrain.thresholds``, at sizes around each of them."""
+"""Small nets with sizes around each threshold of `onnxtrain.thresholds`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Net:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Where a threshold chooses.
+    """How a threshold is measured.
 
     Attributes:
-        side: on which side of the threshold its form is used: "up to", "below" or "from" it on.
-        counts: what is counted, in words.
-        nets: makers of nets by the size that the threshold is compared with.
+        side: on which side of the threshold its variant is used: "up to", "below" or "from".
+        counts: what the threshold counts.
+        nets: functions that make nets, by the size that is compared with the threshold.
     """
 
     side: str
@@ -41,7 +41,7 @@ class Case:
 
 
 def mean_square(op: OpBuilder, y: ir.Value) -> ir.Value:
-    """Return a loss that needs no target."""
+    """Return the mean square of the output, a loss without targets."""
     return op.ReduceMean(op.Mul(y, y), keepdims=0)
 
 
@@ -50,7 +50,7 @@ def _net(
     body: Callable[[OpBuilder, ir.Value, Callable[..., ir.Value]], ir.Value],
     labels: int | None = None,
 ) -> Net:
-    """Return a net of one input that is scaled by a parameter, so that it needs a gradient, too."""
+    """Return a net whose input is scaled by a parameter, so that the input needs a gradient."""
     rng = np.random.default_rng(0)
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 21}, name="net")
     op = OpBuilder(graph)
@@ -80,7 +80,7 @@ def _net(
 def conv(
     batch: int, channels: int, outs: int, image: Image, kernel: int = 3, stride: int = 1
 ) -> Callable[[], Net]:
-    """Return a maker of a convolution; ``outs=0`` makes it depthwise."""
+    """Return a function that makes a convolution; ``outs=0`` makes it depthwise."""
     group = 1 if outs else channels
     pads = [(kernel - 1) // 2] * 2 + [kernel // 2] * 2
 
@@ -93,7 +93,7 @@ def conv(
 
 
 def batch_norm(batch: int, channels: int, image: Image) -> Callable[[], Net]:
-    """Return a maker of a normalisation over the batch."""
+    """Return a function that makes a batch normalization."""
 
     def body(op: OpBuilder, x: ir.Value, parameter: Callable[..., ir.Value]) -> ir.Value:
         scale, bias = parameter(channels, ones=True), parameter(channels)
@@ -104,7 +104,7 @@ def batch_norm(batch: int, channels: int, image: Image) -> Callable[[], Net]:
 
 
 def average_pool(batch: int, channels: int, size: int) -> Callable[[], Net]:
-    """Return a maker of an average over overlapping windows."""
+    """Return a function that makes an average over overlapping windows."""
 
     def body(op: OpBuilder, x: ir.Value, parameter: Callable[..., ir.Value]) -> ir.Value:
         return op.AveragePool(x, kernel_shape=[3, 3], pads=[1] * 4, strides=[2, 2])
@@ -113,7 +113,7 @@ def average_pool(batch: int, channels: int, size: int) -> Callable[[], Net]:
 
 
 def linear(rows: int, width: int, out: int) -> Callable[[], Net]:
-    """Return a maker of a linear layer with bias, its weight stored as torch's."""
+    """Return a function that makes a linear layer with bias, with its weight stored as in torch."""
 
     def body(op: OpBuilder, x: ir.Value, parameter: Callable[..., ir.Value]) -> ir.Value:
         return op.Relu(op.Gemm(x, parameter(out, width), parameter(out), transB=1))
@@ -121,8 +121,8 @@ def linear(rows: int, width: int, out: int) -> Callable[[], Net]:
     return lambda: _net([rows, width], body)
 
 
-def turned_linear(rows: int, width: int, out: int) -> Callable[[], Net]:
-    """Return a maker of a linear layer whose weight is stored as ``[in, out]``."""
+def transposed_linear(rows: int, width: int, out: int) -> Callable[[], Net]:
+    """Return a function that makes a linear layer whose weight is stored as ``[in, out]``."""
 
     def body(op: OpBuilder, x: ir.Value, parameter: Callable[..., ir.Value]) -> ir.Value:
         return op.Relu(op.MatMul(x, parameter(width, out)))
@@ -130,18 +130,8 @@ def turned_linear(rows: int, width: int, out: int) -> Callable[[], Net]:
     return lambda: _net([rows, width], body)
 
 
-def layer_norm(rows: int, width: int, out: int) -> Callable[[], Net]:
-    """Return a maker of a layer normalisation in front of a linear layer."""
-
-    def body(op: OpBuilder, x: ir.Value, parameter: Callable[..., ir.Value]) -> ir.Value:
-        normal = op.LayerNormalization(x, parameter(width, ones=True), parameter(width), axis=-1)
-        return op.Relu(op.Add(op.MatMul(normal, parameter(width, out)), parameter(out)))
-
-    return lambda: _net([rows, width], body)
-
-
 def classes(rows: int, width: int, count: int) -> Callable[[], Net]:
-    """Return a maker of a layer of scores with cross entropy."""
+    """Return a function that makes a layer of scores with cross entropy."""
 
     def body(op: OpBuilder, x: ir.Value, parameter: Callable[..., ir.Value]) -> ir.Value:
         return op.MatMul(x, parameter(width, count))
@@ -229,11 +219,6 @@ CASES: dict[str, Case] = {
         {h * w: batch_norm(16, 256, (h, w)) for h, w in ((4, 4), (4, 8), (8, 8))},
     ),
     "SOFTMAX_CLASSES": Case("from", "classes", {n: classes(256, 64, n) for n in (128, 256, 512)}),
-    "NORM_ROWS_PER_COLUMN": Case(
-        "from",
-        "rows per column",
-        {r: layer_norm(int(256 * r), 256, 256) for r in (0.75, 1.5, 3.0)},
-    ),
     "SCALED_COLUMNS": Case("from", "columns", {n: classes(256, 64, n) for n in (256, 512, 1024)}),
     "SCALED_COLUMNS_PER_RESULT": Case(
         "from", "columns per column", {r: classes(256, 1024 // r, 1024) for r in (1, 2, 4)}
@@ -241,12 +226,12 @@ CASES: dict[str, Case] = {
     "TRANSPOSED_WEIGHT_ELEMENTS": Case(
         "from",
         "elements of a weight",
-        {m * n: turned_linear(512, m, n) for m, n in ((128, 512), (128, 1024), (256, 1024))},
+        {m * n: transposed_linear(512, m, n) for m, n in ((128, 512), (128, 1024), (256, 1024))},
     ),
     "TRANSPOSED_COLUMNS_RATIO": Case(
         "from",
         "columns per column",
-        {r: turned_linear(512, 256, int(256 * r)) for r in (2.0, 3.0, 6.0)},
+        {r: transposed_linear(512, 256, int(256 * r)) for r in (2.0, 3.0, 6.0)},
     ),
     "TRANSPOSED_RESULT_ROWS": Case(
         "from", "rows of a weight", {m: linear(512, 64, m) for m in (1000, 2000, 4000)}
@@ -254,71 +239,8 @@ CASES: dict[str, Case] = {
     "TRANSPOSED_RESULT_OPERAND_ROWS": Case(
         "from", "rows of the operands", {n: linear(n, 64, 4000) for n in (256, 512, 1024)}
     ),
-    "BIAS_COLUMN_ROWS": Case("from", "rows", {n: linear(n, 256, 2048) for n in (128, 256, 512)}),
-    "BIAS_COLUMN_RATIO": Case(
-        "from", "columns per column", {r: linear(1024, 256, 256 * r) for r in (1, 2, 4)}
-    ),
-    "BIAS_COLUMN_ELEMENTS": Case(
-        "from",
-        "elements of the result",
-        {n * 512: linear(n, 128, 512) for n in (256, 512, 1024)},
-    ),
 }
 """By the name of the threshold."""
-
-NOT_MEASURED: dict[str, str] = {
-    "SHARED_CONSTANT_ELEMENTS": "bounds what is compared, no choice of speed",
-    "STORED_INDEX_ELEMENTS": "bounds the size of a file, no choice of speed",
-    "DEPTHWISE_WEIGHT_GRAD_PAIRS_MATMUL": (
-        "for GPUs in browsers, of which `make bench-web` times whole steps"
-    ),
-    "PACKED_PARAMETER_ELEMENTS": "for wasm, of which `make bench-web` times whole steps",
-    "FLATTENED_PARAMETER_ELEMENTS": "for GPUs in browsers; `make bench-web` times whole steps",
-    "FLATTENED_VECTOR_ELEMENTS": "bounds the size of a buffer, no choice of speed",
-    "MULTI_STEP_BYTES": "for wasm, of which `make bench-web` times whole steps",
-    "STEPS_PER_CALL": "for wasm, of which `make bench-web` times whole steps",
-    "UPDATE_CHUNK_ELEMENTS": "cuts the update, not a graph: `python -m benchmarks`",
-    "UPDATE_CHUNKS_PER_THREAD": "needs several threads: `python -m benchmarks --threads 2`",
-    "DEVICE_UPDATE_CHUNK_ELEMENTS": "for GPUs: `python -m benchmarks.cuda.real --only vit`",
-    "SECOND_COPY_BYTES": "chooses the memory of a step: `python -m benchmarks`",
-    "PADDED_VOCABULARY_CLASSES": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only gpt2`",
-    "PADDED_ATTENTION_KEYS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only vit`",
-    "PADDED_ATTENTION_SCORES": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only vit`",
-    "MASK_IN_MATMUL_RATIO": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only whisper`",
-    "CUDA_GRAPH_CONCAT_INPUTS": "what onnxruntime refuses beyond, no choice of speed",
-    "FUSED_RUNNING_STATS": "where joining takes fewer kernels, no choice of speed",
-    "CHANNEL_SCALE_FOLD_RATIO": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only resnet50`",
-    "STAGED_BATCH_BYTES": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only resnet50`",
-    "DEQUANTIZE_AT_USE_ELEMENTS": "bounds what is kept in memory, no choice of speed",
-    "LOSS_CHUNK_SCORES": "bounds what is kept in memory, no choice of speed",
-    "CHUNKED_LOSS_CLASSES": "bounds what is kept in memory, no choice of speed",
-    "LOSS_CHUNK_CLASSES": "bounds what is kept in memory, no choice of speed",
-    "LONG_ATTENTION_RATIO": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only whisper`",
-    "ATTENTION_CHUNK_BYTES": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only whisper`",
-    "MEMORY_BOUND_ELEMENTS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only gpt2`",
-    "REMATERIALIZE_BYTES": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only bert`",
-    "NORM_KERNEL_POSITIONS": "for NVIDIA GPUs: `python -m benchmarks.cuda.forms norm`",
-    "GROUP_NORM_KERNEL_ROWS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only unet`",
-    "AFFINE_KERNEL_CHANNELS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only unet`",
-    "DEPTHWISE_WEIGHT_GRAD_PAIRS_GPU": "for NVIDIA GPUs: `python -m benchmarks.cuda.forms weight`",
-    "FLOAT32_ACCUMULATION_ROWS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real`",
-    "CONSTANT_INDEX_ELEMENTS": "bounds the time of a build, no choice of speed",
-    "ONE_HOT_ROWS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only bert`",
-    "ONE_HOT_ELEMENTS": "bounds what is kept in memory, no choice of speed",
-    "SCATTER_ROW_ELEMENTS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only bert`",
-    "SCATTER_INDEX_ELEMENTS": "bounds what is kept in memory, no choice of speed",
-    "WINDOW_TABLE_ELEMENTS": "bounds the size of a file, no choice of speed",
-    "DEPTHWISE_WEIGHT_GRAD_ROW_PAIRS_GPU": (
-        "for NVIDIA GPUs: `python -m benchmarks.cuda.forms weight`"
-    ),
-    "CONSTANT_MASK_ELEMENTS": "bounds the size of a file, no choice of speed",
-    "COMPUTED_MASK_ELEMENTS": "bounds the memory of a build, no choice of speed",
-    "COALESCED_BROADCAST_ELEMENTS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real`",
-    "ROW_SUBTRACTION_COLUMN_RATIO": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only gpt2`",
-    "FUSED_SOFTMAX_COLUMNS": "what onnxruntime's kernel takes, no choice of speed",
-    "FUSED_SGD_REMAINING_PARAMETERS": "chooses between one call and two: `python -m benchmarks`",
-}
-"""Thresholds that choose between no forms of a graph on one CPU thread, with the reason."""
 
 CUDA_SIDES = {
     "PADDED_VOCABULARY_CLASSES": "from",

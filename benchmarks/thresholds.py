@@ -1,12 +1,9 @@
-"""Where the forms that ``onnxtrain.thresholds`` chooses between cross, on this machine.
+"""Where the variants that `onnxtrain.thresholds` chooses between cross, on this machine.
 
-    python -m benchmarks.thresholds                          # prints the table
-    python -m benchmarks.thresholds REPEATED_POSITIONS       # of one threshold
-    python -m benchmarks.thresholds --write                  # docs/speed.md
-
-For each threshold a small net is built twice, with the form always and never used, at about half,
-at, and about twice the size. The two steps run in turns on stock onnxruntime with one thread. Times
-are processor time; the ratio is the median over the rounds, each of which has both.
+`python -m benchmarks.passes --sizes` runs this module. For each threshold a small net is built
+twice, with the variant always and never used, at about half, at, and about twice the size. The two
+steps run in turns on stock onnxruntime with one thread. Times are processor time; the ratio is the
+median over the rounds.
 """
 
 from __future__ import annotations
@@ -20,18 +17,18 @@ from typing import Any
 import onnxtrain
 from benchmarks import machine, page, quiet, report, verdicts
 from benchmarks.peers import ROOT
-from benchmarks.threshold_nets import CASES, NOT_MEASURED, Case, Net
+from benchmarks.threshold_nets import CASES, Case, Net
 from onnxtrain import thresholds as T
 
 PAGE = ROOT / "docs" / "speed.md"
-ROUNDS, SLICE = 9, 0.1  # a round runs each form for about that many seconds
-NOISE = 0.05  # ratios that near to 1 say nothing
+ROUNDS, SLICE = 9, 0.1  # seconds that each side runs in a round
+NOISE = 0.05  # ratios this close to 1 show no difference
 _HUGE = 1 << 60
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """Seconds per step at a size, by round: with the form, and without it."""
+    """Seconds per step at a size, by round: with the variant, and without it."""
 
     size: float
     used: list[float]
@@ -39,13 +36,13 @@ class Point:
 
     @property
     def ratio(self) -> verdicts.Spread:
-        """The time with the form over the time without it."""
+        """The time with the variant over the time without it."""
         return verdicts.ratio(self.used, self.unused)
 
 
 @contextlib.contextmanager
 def forced(name: str, value: float) -> Iterator[None]:
-    """Set a threshold for a while."""
+    """Set a threshold inside a context."""
     old = getattr(T, name)
     setattr(T, name, value)
     try:
@@ -55,10 +52,10 @@ def forced(name: str, value: float) -> Iterator[None]:
 
 
 def trainers(name: str, case: Case, net: Net) -> tuple[Any, Any]:
-    """Return trainers of the net with the form always and never used.
+    """Return trainers of the net with the variant always and never used.
 
     Raises:
-        ValueError: if the net does not meet the choice.
+        ValueError: if both builds have the same step.
     """
     always, never = (0, _HUGE) if case.side == "from" else (_HUGE, 0)
     built = []
@@ -80,7 +77,7 @@ def measure(name: str, size: float, *, rounds: int = ROUNDS, seconds: float = SL
     runners = trainers(name, case, net)
     steps = []
     for trainer in runners:
-        trainer.step(*net.batch)  # the first one is no measure
+        trainer.step(*net.batch)  # warm-up
         steps.append(max(int(seconds / _time(trainer, net, 2)), 1))
     times: tuple[list[float], list[float]] = ([], [])
     for i in range(rounds):
@@ -98,10 +95,10 @@ def _time(trainer: Any, net: Net, steps: int) -> float:
 
 
 def verdict(side: str, value: float, points: Sequence[Point]) -> str:
-    """Return whether the ratio crosses 1 at the threshold, as far as noise lets one see.
+    """Return whether the ratio crosses 1 at the threshold.
 
-    "yes": the form pays where it is used, and costs where it is not. "within noise": one of the two
-    cannot be seen, and nothing contradicts. "no difference": neither can.
+    "yes": the variant is faster where it is used, and slower where it is not. "within noise": one
+    of the two is below the noise, and nothing contradicts. "no difference": both are.
     """
     using = {"from": lambda s: s >= value, "up to": lambda s: s <= value}
     uses = using.get(side, lambda s: s < value)
@@ -117,7 +114,7 @@ def verdict(side: str, value: float, points: Sequence[Point]) -> str:
 
 
 def table(results: dict[str, list[Point]]) -> str:
-    """Return one row per threshold and size; the rows in which the form is used have a mark."""
+    """Return the results in Markdown, one row per threshold and size."""
     rows = []
     for name, points in results.items():
         case, value = CASES[name], getattr(T, name)
@@ -129,7 +126,7 @@ def table(results: dict[str, list[Point]]) -> str:
             )
             said = verdict(case.side, value, points) if i == 0 else ""
             rows.append([*head, said, _number(p.size), *times, ratio])
-    columns = ["threshold", "its form is used", "crosses 1 there", "size"]
+    columns = ["threshold", "its variant is used", "crosses 1 there", "size"]
     return report.markdown([*columns, "with it, ms", "without, ms", "ratio"], rows, left=3)
 
 
@@ -143,20 +140,18 @@ def _number(value: float) -> str:
 
 def text(results: dict[str, list[Point]], facts: dict[str, Any]) -> str:
     """Return the section in Markdown."""
-    missing = "; ".join(f"`{name}`: {why}" for name, why in NOT_MEASURED.items())
     parts = [
         (
             f"{facts['date']}, commit {facts['commit']}: "
-            "`python -m benchmarks.thresholds --write`, one thread on "
+            "`python -m benchmarks.passes --sizes --write`, one thread on "
             f"{facts['cores']} cores of {facts['cpu']}, onnxruntime "
-            f"{facts['versions']['onnxruntime']}. Processor time of a whole step, both forms in "
+            f"{facts['versions']['onnxruntime']}. Processor time of a whole step, both variants in "
             "turns within each round; the ratio is the median of the rounds, with the smallest and "
-            f"the largest. Ratios within {NOISE:.0%} of 1 are taken for noise; a form that is a "
-            "small part of its step may make no difference that can be seen."
+            f"the largest. Ratios within {NOISE:.0%} of 1 count as noise; a variant that is a "
+            "small part of its step may make no measurable difference."
         ),
         *page.busy(facts),
         table(results),
-        f"Not measured here: {missing}.",
     ]
     return "\n\n".join(parts)
 

@@ -2,7 +2,7 @@
 
 A target is data: what its runtime lacks, what it prefers. Rules, losses, optimizers and passes
 never compare a target's name. They ask ``op.target.lacks("Sign")`` and emit a decomposed form, or
-``op.target.prefers("bias-as-weight-column")`` and choose among forms that compute the same values.
+``op.target.prefers("conv-as-matmul")`` and choose among forms that compute the same values.
 To add a target, add an entry to :data:`TARGETS`.
 
 What a target lacks follows from the probed profile of its runtime (:mod:`onnxtrain.profiles`) and a
@@ -59,7 +59,6 @@ PREFERS = {
     "batch-statistics-output": "take batch mean and variance from BatchNormalization's outputs",
     "batch-stats-via-layer-norm": "derive batch statistics from per-image LayerNormalization",
     "bfloat16-conv": "run convolutions and the operators between them in bfloat16 (on request)",
-    "bias-as-weight-column": "store the bias of a wide layer as one more column of its weight",
     "chunked-attention": "compute attention over long sequences for a part of the batch at a time",
     "chunked-loss": "compute the logits of a large vocabulary in a loop over chunks of rows",
     "coalesce-broadcast-dims": "merge adjacent dimensions that broadcast alike",
@@ -72,12 +71,10 @@ PREFERS = {
     "float16-matmul": "multiply matrices in float16; other targets round operands and results",
     "fold-channel-scale": "fold a channel scale into the adjacent weight where that is smaller",
     "fold-constant-masks": "constant-fold input-independent masks, once for all rows of a batch",
-    "fold-norm-scale": "fold LayerNormalization's scale and bias into the layers that read it",
     "fold-row-subtraction": "fold a subtraction from the rows of a wide matmul into the matmul",
     "fuse-add-chain": "add three or more tensors in one Sum",
     "fuse-attention": "run the forward pass of 16-bit attention in the fused kernel",
     "fuse-gelu": "replace decomposed GELU by the Gelu operator",
-    "fuse-matmul-add": "fuse an addition into a Gemm",
     "fuse-rotary-embedding": "use RotaryEmbedding where the opset has it",
     "fuse-running-stats": "update the running statistics of all layers as one vector",
     "fuse-sgd-into-gemm": "fuse the plain SGD update into the weight gradient's Gemm",

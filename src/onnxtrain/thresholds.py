@@ -1,399 +1,201 @@
-"""Sizes at which one form gives way to another, all in one place.
+"""Sizes at which one variant of a computation becomes faster than another.
 
-The forms give the same numbers; on which side of a size each is faster depends on the machine.
-``python -m benchmarks.thresholds`` measures them, and docs/speed.md has its table. Names say what
-is counted. Modules read them as attributes when they are called (``T.FORWARD_PRODUCT_POSITIONS``),
-so that a test or the benchmark can change one.
+Variants compute the same values; which one is faster depends on size and machine. Names say what is
+counted. Modules read thresholds as attributes (`T.UNROLLED_TAPS`) when they are called, so that
+tests and benchmarks can change one.
+
+Each section says which command measures its thresholds. `python -m benchmarks.passes` measures
+whole training steps of nets with and without the variant, and `python -m benchmarks.passes --sizes
+NAME` small nets around the threshold. docs/speed.md has both tables.
 """
 
 from __future__ import annotations
 
-# Convolutions: the forward pass.
+# Convolutions on the CPU: `python -m benchmarks.passes --sizes NAME`.
 
 CONV_FORWARD_MATMUL_POSITIONS = 8
-"""Up to so many output positions a convolution is one product over the batch, forward, too.
-
-``python -m benchmarks.thresholds FORWARD_PRODUCT_POSITIONS``
-"""
+"""Up to this many output positions, a forward convolution is one matmul over the batch."""
 CONV_FORWARD_MATMUL_ROWS = 512
-"""So, too, with twice the positions, up to so many windows in the whole batch.
-
-``python -m benchmarks.thresholds FORWARD_PRODUCT_ROWS``
-"""
-
-# Convolutions: the gradient of the weight.
+"""The same with twice the positions, up to this many windows in the batch."""
 
 UNROLLED_TAPS = 64
-"""Up to so many taps are unrolled, one slice each; more are one convolution.
-
-``python -m benchmarks.thresholds UNROLLED_TAPS``
-"""
+"""Up to this many taps, the weight gradient has one slice per tap; beyond, one convolution."""
 SMALL_KERNEL_TAPS = 9
-"""Up to so many taps, what all windows read is copied out as one matrix.
-
-``python -m benchmarks.thresholds SMALL_KERNEL_TAPS``
-"""
+"""Up to this many taps, the weight gradient copies what all windows read to one matrix."""
 NARROW_CHANNELS = 8
-"""Below so many input channels the taps share one product, as one alone is too small.
-
-``python -m benchmarks.thresholds NARROW_CHANNELS``
-"""
+"""Below this many input channels, taps share one matmul, because one per tap is too small."""
 TINY_IMAGE_POSITIONS = 16
-"""Up to so many output positions, larger kernels have a convolution with one axis more.
-
-``python -m benchmarks.thresholds TINY_IMAGE_POSITIONS``
-"""
+"""Up to this many output positions, larger kernels use a convolution with one more axis."""
 IM2COL_WEIGHT_GRAD_POSITIONS = 64
-"""Up to so many output positions the weight's gradient is one product with all windows.
-
-``python -m benchmarks.thresholds TAP_COLUMNS_POSITIONS``
-"""
+"""Up to this many output positions, the weight gradient is one matmul with im2col."""
 IM2COL_WEIGHT_GRAD_POSITIONS_ONE_TAP = 16
-"""The same where the kernel has one tap.
-
-``python -m benchmarks.thresholds TAP_COLUMNS_POSITIONS_ONE_TAP``
-"""
+"""The same for kernels with one tap."""
 DEPTHWISE_WEIGHT_GRAD_PAIRS = 10_000
-"""Up to so many pairs of positions, a depthwise weight's gradient computes all of them.
-
-``python -m benchmarks.thresholds WEIGHT_PAIRS``
-"""
+"""Up to this many pairs of input and output positions, a depthwise weight gradient computes all."""
 DEPTHWISE_WEIGHT_GRAD_PAIRS_STRIDED = 16_384
-"""The same where windows are strided.
-
-``python -m benchmarks.thresholds WEIGHT_PAIRS_STRIDED``
-"""
-DEPTHWISE_WEIGHT_GRAD_PAIRS_MATMUL = 4096
-"""The same for targets that take products only, such as WebGPU.
-
-No command varies it; ``make bench-web`` times whole steps.
-"""
-
-DEPTHWISE_WEIGHT_GRAD_PAIRS_GPU = 100_000
-"""The same on an NVIDIA GPU.
-
-``python -m benchmarks.cuda.forms weight``
-"""
-DEPTHWISE_WEIGHT_GRAD_ROW_PAIRS_GPU = 1 << 16
-"""Up to so many pairs of positions in a line, an NVIDIA GPU takes the pairs of lines instead.
-
-``python -m benchmarks.cuda.forms weight``
-"""
-WINDOW_TABLE_ELEMENTS = 1 << 20
-"""Up to so many reads of an image a file holds a table of where they are, for groups of channels.
-
-No choice of speed: it bounds the size of a file.
-"""
-FLOAT32_ACCUMULATION_ROWS = 16384
-"""From so many rows on, 16-bit numbers are made float32 to be summed on an NVIDIA GPU.
-
-No command varies it; kernels of whole steps show it: ``python -m benchmarks.cuda.real``.
-"""
-CUDA_GRAPH_CONCAT_INPUTS = 32
-"""So many tensors CUDA joins at most while it records a graph.
-
-No choice of speed: onnxruntime refuses more.
-"""
-
-# Convolutions: the gradient of the input.
-
+"""The same for strided convolutions."""
 COL2IM_INPUT_GRAD_POSITIONS = 16
-"""Up to so many output positions the input's gradient is a product and Col2Im.
-
-``python -m benchmarks.thresholds INPUT_COLUMNS_POSITIONS``
-"""
+"""Up to this many output positions, the input gradient is a matmul and Col2Im."""
 COL2IM_INPUT_GRAD_POSITIONS_WIDE = 49
-"""The same where there are many output channels.
-
-``python -m benchmarks.thresholds INPUT_COLUMNS_POSITIONS_WIDE``
-"""
+"""The same for at least `WIDE_OUTPUT_CHANNELS` channels."""
 WIDE_OUTPUT_CHANNELS = 256
-"""From so many output channels on there are many.
-
-``python -m benchmarks.thresholds WIDE_OUTPUT_CHANNELS``
-"""
+"""From this many output channels on, a convolution counts as wide."""
 DEPTHWISE_INPUT_GRAD_PAIRS = 4096
-"""Up to so many pairs of positions, a depthwise input's gradient is one product per channel.
+"""Up to this many pairs of positions, a depthwise input gradient is one matmul per channel."""
 
-``python -m benchmarks.thresholds INPUT_PAIRS``
-"""
-
-CHANNEL_SCALE_FOLD_RATIO = 3
-"""From so many times a weight's elements on, a gradient's scale of channels goes into the weight.
-
-No command varies it: two passes over the weight and its gradient stand for one over the other.
-"""
-
-# Other operators.
+# Other operators on the CPU: `python -m benchmarks.passes --sizes NAME`.
 
 WINDOW_MATRIX_SIZE = 128
-"""Up to this size of an axis, sums of windows go back by a matrix; a convolution beyond.
-
-``python -m benchmarks.thresholds WINDOW_MATRIX_SIZE``
-"""
+"""Up to this size of an axis, the gradient of pooling sums is a matmul; beyond, a convolution."""
 REPEATED_POSITIONS = 32
-"""Up to so many positions, numbers per channel are repeated for each of them.
-
-``python -m benchmarks.thresholds REPEATED_POSITIONS``
-"""
+"""Up to this many positions, vectors per channel are expanded to all of them."""
 SOFTMAX_CLASSES = 256
-"""From so many classes on, cross entropy computes Softmax and logarithms at the labels only.
+"""From this many classes on, cross entropy computes Softmax, and logarithms at labels only."""
+SCALED_COLUMNS = 512
+"""From this many columns on, a scale of rows moves behind the matmuls that read the matrix."""
+SCALED_COLUMNS_PER_RESULT = 2
+"""It moves if the matrix is this many times as wide as what is scaled instead."""
+TRANSPOSED_WEIGHT_ELEMENTS = 1 << 17
+"""From this many elements of a weight on, its gradient transposes a narrow left operand first."""
+TRANSPOSED_COLUMNS_RATIO = 3
+"""An operand is narrower if the other one has this many times its columns."""
+TRANSPOSED_RESULT_ROWS = 2000
+"""From this many rows of a weight on, its gradient is computed transposed."""
+TRANSPOSED_RESULT_OPERAND_ROWS = 512
+"""The same, from this many rows of the operands on."""
 
-``python -m benchmarks.thresholds SOFTMAX_CLASSES``
-"""
-SHARED_CONSTANT_ELEMENTS = 64
-"""Up to so many elements, equal constants become one, so that equal nodes have equal inputs.
+# Operators on NVIDIA GPUs: `python -m benchmarks.passes --target cuda`, and where a comment says so
+# `python -m benchmarks.cuda.forms`, which times single operators.
 
-No choice of speed: it bounds the bytes that are compared.
-"""
-STORED_INDEX_ELEMENTS = 4096
-"""Up to so many elements, their positions are a constant in the file; beyond, a Range.
+DEPTHWISE_WEIGHT_GRAD_PAIRS_GPU = 100_000  # benchmarks.cuda.forms weight
+"""Up to this many pairs of positions, a depthwise weight gradient computes all."""
+DEPTHWISE_WEIGHT_GRAD_ROW_PAIRS_GPU = 1 << 16  # benchmarks.cuda.forms weight
+"""Up to this many pairs of positions in a row, it computes pairs of rows instead."""
+FLOAT32_ACCUMULATION_ROWS = 16384
+"""From this many rows on, 16-bit sums are computed in float32."""
+CHANNEL_SCALE_FOLD_RATIO = 3
+"""From this many times a weight's elements on, a gradient's channel scale goes into the weight.
 
-No choice of speed: it bounds the size of the file.
-"""
-CONSTANT_INDEX_ELEMENTS = 1 << 16
-"""Up to so many indices are computed from constants while a gradient is written.
-
-No choice of speed: it bounds the time that takes.
+Two passes over the weight and its gradient replace one over the activation.
 """
 SCATTER_ROW_ELEMENTS = 16
-"""From so many elements on, those of a scattered row have indices of their own on an NVIDIA GPU.
-
-No command varies it; kernels of whole steps show it: ``python -m benchmarks.cuda.real``.
-"""
+"""From this many elements on, scattered rows get an index per element."""
 ONE_HOT_ROWS = 1024
-"""Up to so many rows, an NVIDIA GPU adds to a table by a product with zeros and ones.
-
-No command varies it; kernels of whole steps show it: ``python -m benchmarks.cuda.real``.
-"""
-ONE_HOT_ELEMENTS = 1 << 24
-"""If there are no more zeros and ones than so many.
-
-No choice of speed: it bounds the memory that they take.
-"""
-SCATTER_INDEX_ELEMENTS = 1 << 23
-"""Up to so many such indices there are; beyond, one is for several elements.
-
-No choice of speed: it bounds the memory that they take.
-"""
-
-CONSTANT_MASK_ELEMENTS = 1 << 22
-"""Up to so many different elements, a mask that depends on no input is a constant in the file.
-
-No choice of speed: it bounds the size of a file.
-"""
-COMPUTED_MASK_ELEMENTS = 1 << 25
-"""Up to so many elements, equal ones among them, such a mask is computed to see what it holds.
-
-No choice of speed: it bounds the time and the memory of a build.
-"""
+"""Up to this many rows, rows are added to a table by a matmul with one-hot vectors."""
 COALESCED_BROADCAST_ELEMENTS = 1 << 16
-"""From so many elements on, axes that a broadcast treats alike are joined on an NVIDIA GPU.
-
-No command varies it; kernels of whole steps show it: ``python -m benchmarks.cuda.real``.
-"""
+"""From this many elements on, axes that a broadcast treats alike are coalesced."""
 ROW_SUBTRACTION_COLUMN_RATIO = 6
-"""From so many columns per column of its left operand on, a product subtracts from its rows.
+"""From this ratio of a matmul's columns to its inner size on, it also subtracts from its rows.
 
-No command varies it: two copies of the operands stand for a pass over the result.
+Two copies of the operands replace a pass over the result.
 """
-FUSED_SOFTMAX_COLUMNS = 1024
-"""Up to so many columns, onnxruntime adds a mask inside the softmax that reads it, in one kernel.
-
-No choice of speed: beyond, its kernel is another one.
-"""
-
-NORM_KERNEL_POSITIONS = 128
-"""From so many positions of an image on, kernels for normalisation are faster than plain passes.
-
-On an NVIDIA GPU: ``python -m benchmarks.cuda.forms norm``
-"""
-
+NORM_KERNEL_POSITIONS = 128  # benchmarks.cuda.forms norm
+"""From this many positions of an image on, normalization kernels beat elementwise passes."""
 GROUP_NORM_KERNEL_ROWS = 64
-"""From so many rows on, a group of channels is one; below, each image is normalised on its own.
+"""From this many rows on, a group of channels is one row; below, images are normalized one by one.
 
-No command varies it: a GPU takes about as many rows at a time. ``python -m benchmarks.cuda.real
---only unet`` times whole steps.
+A GPU works on about this many rows at a time.
 """
-
 AFFINE_KERNEL_CHANNELS = 512
-"""So many channels, if it can be, are given to the kernel that puts channels on a line.
+"""Channels that the kernel for per-channel scale and bias gets, if possible.
 
-No command varies it: a GPU takes a channel per block, and a few blocks per processor.
+It runs a block per channel, and a GPU runs a few blocks per multiprocessor.
 """
-
 PADDED_VOCABULARY_CLASSES = 4096
-"""From so many classes on, a few more are added where rows are no whole words.
-
-On an NVIDIA GPU: ``python -m benchmarks.cuda.real --only gpt2``
-"""
-
+"""From this many classes on, unaligned rows of logits are padded."""
 PADDED_ATTENTION_KEYS = 64
-"""From so many keys and queries on, attention gets a few keys more where rows are no whole words.
-
-On an NVIDIA GPU: ``python -m benchmarks.cuda.real --only vit``
-"""
+"""From this many keys and queries on, unaligned rows of attention scores are padded."""
 PADDED_ATTENTION_SCORES = 1 << 20
-"""And from so many scores of the whole batch on.
-
-On an NVIDIA GPU: ``python -m benchmarks.cuda.real --only vit``
-"""
+"""The same, from this many scores of the batch on."""
 MASK_IN_MATMUL_RATIO = 8
-"""From so many times the width of a head on, such keys are closed inside the product.
+"""From this many times the width of a head on, padded keys are masked inside the matmul."""
+LONG_ATTENTION_RATIO = 16
+"""From this many times the width of a head on, attention scores are recomputed, not stored."""
+ATTENTION_CHUNK_BYTES = 256 << 20
+"""Bytes of such scores at a time; more are computed in chunks of the batch."""
+MEMORY_BOUND_ELEMENTS = 1 << 18
+"""From this many elements on, an elementwise pass takes longer than the launch of its kernel."""
+REMATERIALIZE_BYTES = 4 << 20
+"""From this many bytes on, values that one pass recomputes are not stored.
 
-On an NVIDIA GPU: ``python -m benchmarks.cuda.real --only whisper``
+Below, launching the kernel takes longer than the pass.
 """
 
-FUSED_RUNNING_STATS = 3
-"""From so many running averages of one length on, they are joined, averaged and split again.
-
-No choice of speed: it is where that takes fewer kernels.
-"""
-
-# Linear layers.
-
-NORM_ROWS_PER_COLUMN = 1.5
-"""From so many rows per column of the readers' weights on, these absorb scale and shift.
-
-``python -m benchmarks.thresholds NORM_ROWS_PER_COLUMN``
-"""
-SCALED_COLUMNS = 512
-"""From so many columns on, a scale of rows moves behind the products that read the matrix.
-
-``python -m benchmarks.thresholds SCALED_COLUMNS``
-"""
-SCALED_COLUMNS_PER_RESULT = 2
-"""And if the matrix has so many times the columns of what is scaled in its place.
-
-``python -m benchmarks.thresholds SCALED_COLUMNS_PER_RESULT``
-"""
-TRANSPOSED_WEIGHT_ELEMENTS = 1 << 17
-"""From so many elements of a weight on, the smaller operand of its gradient is transposed first.
-
-``python -m benchmarks.thresholds TRANSPOSED_WEIGHT_ELEMENTS``
-"""
-TRANSPOSED_COLUMNS_RATIO = 3
-"""An operand is the smaller one if the other has so many times its columns.
-
-``python -m benchmarks.thresholds TRANSPOSED_COLUMNS_RATIO``
-"""
-TRANSPOSED_RESULT_ROWS = 2000
-"""From so many rows of a weight on, its gradient is computed transposed and turned.
-
-``python -m benchmarks.thresholds TRANSPOSED_RESULT_ROWS``
-"""
-TRANSPOSED_RESULT_OPERAND_ROWS = 512
-"""And from so many rows of the operands on.
-
-``python -m benchmarks.thresholds TRANSPOSED_RESULT_OPERAND_ROWS``
-"""
-BIAS_COLUMN_ROWS = 256
-"""From so many rows on, the bias of a wide layer is one more column of its weight.
-
-``python -m benchmarks.thresholds BIAS_COLUMN_ROWS``
-"""
-BIAS_COLUMN_RATIO = 2
-"""A layer is wide if its result has so many times the columns of its input.
-
-``python -m benchmarks.thresholds BIAS_COLUMN_RATIO``
-"""
-BIAS_COLUMN_ELEMENTS = 1 << 18
-"""And if its result has so many elements.
-
-``python -m benchmarks.thresholds BIAS_COLUMN_ELEMENTS``
-"""
-
-# The update, and steps that share a call.
+# The update and memory of a step: `python -m benchmarks`, with `--threads 2` for threads, and
+# `python -m benchmarks.cuda.real` for devices.
 
 UPDATE_CHUNK_ELEMENTS = 1 << 15
-"""So many elements are updated at once on the CPU; what they need fits the second-level cache.
-
-No command varies it; ``python -m benchmarks`` times whole steps.
-"""
+"""Elements that the CPU updates at a time; with their state they fit the second-level cache."""
 UPDATE_CHUNKS_PER_THREAD = 8
-"""From so many pieces per thread on, waking another thread costs less than it saves.
-
-No command varies it; ``python -m benchmarks --threads 2`` times whole steps.
-"""
+"""From this many chunks per thread on, waking another thread costs less than it saves."""
 STAGED_BATCH_BYTES = 4 << 20
-"""From so many bytes on, threads copy a batch to memory that a GPU reads by itself.
-
-No command varies it; ``python -m benchmarks.cuda.real --only resnet50`` times whole steps.
-"""
+"""From this many bytes on, threads copy a batch to pinned memory."""
 DEVICE_UPDATE_CHUNK_ELEMENTS = 1 << 24
-"""So many elements are updated at once on a device: enough to keep it busy.
-
-No command varies it; ``python -m benchmarks.cuda.real`` times whole steps.
-"""
+"""Elements that a device updates at a time: enough to keep it busy."""
 SECOND_COPY_BYTES = 64 << 20
-"""From so many bytes of parameters and state on, a second copy of them costs more than a call.
-
-No command varies it; ``python -m benchmarks`` times whole steps.
-"""
-PACKED_PARAMETER_ELEMENTS = 1 << 14
-"""Up to so many elements, parameters are updated as one: beyond, copies cost as much as nodes.
-No command varies it; ``make bench-web`` times whole steps."""
-FLATTENED_PARAMETER_ELEMENTS = 1 << 18
-"""Up to so many elements, parameters of a step on WebGPU are joined: beyond, copies cost as much.
-No command varies it; ``make bench-web`` times whole steps."""
-FLATTENED_VECTOR_ELEMENTS = 1 << 22
-"""So many elements at most are joined to one vector: four such rows still fit a buffer of WebGPU.
-
-No command varies it; ``make bench-web`` times whole steps.
-"""
-MULTI_STEP_BYTES = 20_000_000
-"""Up to so many bytes of parameters and state, a call makes several steps on wasm.
-
-No command varies it; ``make bench-web`` times whole steps.
-"""
-STEPS_PER_CALL = 8
-"""How many steps these are. No command varies it; ``make bench-web`` times whole steps."""
+"""From this many bytes of parameters and state on, a second copy costs more than another call."""
 FUSED_SGD_REMAINING_PARAMETERS = 8
-"""Up to so many parameters without a product of their own are updated in the training graph, too.
-
-No command varies it; ``python -m benchmarks`` times whole steps.
-"""
+"""Up to this many parameters without a matmul gradient, SGD updates them in the training graph."""
 DEQUANTIZE_AT_USE_ELEMENTS = 1 << 12
-"""From so many elements on, a frozen quantised weight is dequantised each time it is read.
+"""From this many elements on, a frozen quantized weight is dequantized each time it is read.
 
-No command varies it; below, what is kept is smaller than what the extra nodes cost.
+Below, the memory saved is less than the extra nodes take.
 """
 
-# What is kept for the backward pass of a GPU.
+# The web: `make bench-web`.
 
-LONG_ATTENTION_RATIO = 16
-"""From so many times the width of a head on, attention's scores are made again, not kept.
+DEPTHWISE_WEIGHT_GRAD_PAIRS_MATMUL = 4096
+"""Pairs of positions of a depthwise weight gradient, for targets with fast matmuls only."""
+PACKED_PARAMETER_ELEMENTS = 1 << 14
+"""Up to this many elements, parameters are updated together; beyond, copies cost too much."""
+FLATTENED_PARAMETER_ELEMENTS = 1 << 18
+"""The same on WebGPU."""
+FLATTENED_VECTOR_ELEMENTS = 1 << 22
+"""Elements of such a vector at most: four of them fit one WebGPU buffer."""
+MULTI_STEP_BYTES = 20_000_000
+"""Up to this many bytes of parameters and state, a call runs several steps on wasm."""
+STEPS_PER_CALL = 8
+"""Number of these steps."""
 
-No command varies it; ``python -m benchmarks.cuda.real --only whisper`` times whole steps.
-"""
-ATTENTION_CHUNK_BYTES = 256 << 20
-"""So many bytes of such scores are there at a time; more are computed in parts of the batch.
-
-No command varies it; ``python -m benchmarks.cuda.real --only whisper`` times whole steps.
-"""
-MEMORY_BOUND_ELEMENTS = 1 << 18
-"""From so many elements on, a pass over them takes longer than the start of its kernel.
-No command varies it; ``python -m benchmarks.cuda.real --only gpt2`` times whole steps."""
-REMATERIALIZE_BYTES = 4 << 20
-"""From so many bytes on, a value that one pass makes again is not kept.
-
-No command varies it; below, the start of a kernel takes longer than the pass.
-"""
-
-# Losses.
+# Losses over large vocabularies: memory.
 
 CHUNKED_LOSS_CLASSES = 1 << 12
-"""From so many classes on, the loss of a language model is computed for some rows at a time.
+"""From this many classes on, the loss of a language model is computed in chunks of rows.
 
-No command varies it; below, all scores of a batch are smaller than what a layer keeps.
+Below, the logits of a batch are smaller than what a layer stores.
 """
 LOSS_CHUNK_CLASSES = 1 << 11
-"""How many words of a frozen, packed last layer are unpacked at a time for the loss.
+"""Words of a frozen, packed last layer that are unpacked at a time.
 
-No command varies it; 2,048 words of 576 numbers are 5 MB. Twice as many are no faster.
+2,048 words of 576 elements are 5 MB. Twice as many are not faster.
 """
 LOSS_CHUNK_SCORES = 1 << 22
-"""How many scores are computed at a time then: 16 MB of them, and as much again for the loss.
+"""Logits computed at a time: 16 MB, and as much again for the loss.
 
-No command varies it; with fewer, packed weights of the last layer are unpacked too often.
+With fewer, the packed weights of the last layer are unpacked too often.
 """
+
+# Limits of file sizes, build times and kernels; not a matter of speed.
+
+SHARED_CONSTANT_ELEMENTS = 64
+"""Up to this many elements, equal constants are merged. Limits the bytes compared."""
+STORED_INDEX_ELEMENTS = 4096
+"""Up to this many elements, a file stores their indices; beyond, a Range computes them."""
+CONSTANT_INDEX_ELEMENTS = 1 << 16
+"""Up to this many indices are computed while a gradient is built."""
+WINDOW_TABLE_ELEMENTS = 1 << 20
+"""Up to this many reads of an image, a file stores their positions, for groups of channels."""
+ONE_HOT_ELEMENTS = 1 << 24
+"""Elements of a one-hot matrix at most. Limits memory."""
+SCATTER_INDEX_ELEMENTS = 1 << 23
+"""Indices of a scatter per element at most; beyond, one index covers several elements."""
+CONSTANT_MASK_ELEMENTS = 1 << 22
+"""Up to this many distinct elements, a file stores a mask that depends on no input."""
+COMPUTED_MASK_ELEMENTS = 1 << 25
+"""Up to this many elements, such a mask is computed at build time."""
+FUSED_SOFTMAX_COLUMNS = 1024
+"""Up to this many columns, onnxruntime fuses a mask into the softmax that reads it."""
+CUDA_GRAPH_CONCAT_INPUTS = 32
+"""Operands that onnxruntime's CUDA Concat takes at most during graph capture."""
+FUSED_RUNNING_STATS = 3
+"""From this many running statistics of one length on, updating them together saves kernels."""

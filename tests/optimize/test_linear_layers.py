@@ -16,24 +16,6 @@ from onnxtrain.torch import from_torch
 from onnxtrain.training import Trainer
 
 
-class PreNorm(nn.Module):
-    """A residual block with a normalisation in front of its linear layers, and a head."""
-
-    def __init__(self, width: int, inner: int, classes: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.side = nn.Linear(width, inner), nn.Linear(width, inner)
-        self.down = nn.Linear(inner, width)
-        self.head = nn.Linear(width, classes)
-        for v in (self.norm.weight, self.norm.bias):
-            nn.init.normal_(v, 0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x)
-        y = self.down(nn.functional.gelu(self.up(y)) * torch.tanh(self.side(y)))
-        return self.head(x + y)
-
-
 def check(net: nn.Module, x: torch.Tensor, labels: torch.Tensor, **options) -> onnx.ModelProto:
     """Take a step of size 1, compare gradients with torch's in float64, return the graph."""
     axis, dynamic = options.pop("axis", 1), options.pop("dynamic", False)
@@ -97,39 +79,6 @@ def test_weight_gradients(width: int, out: int, rows: int, dynamic: bool) -> Non
 
 def _transposed(node: onnx.NodeProto) -> bool:
     return any(a.name == "transA" and a.i for a in node.attribute)
-
-
-@pytest.mark.parametrize("mean", [0.0, 1000.0])
-@pytest.mark.parametrize("batch", [4, 32])
-def test_normalisation_before_linear_layers(batch: int, mean: float) -> None:
-    torch.manual_seed(0)
-    net = PreNorm(8, 12, 5)
-    x, labels = torch.randn(batch, 6, 8) + mean, torch.randint(0, 5, (batch, 6))
-    graph = check(net, x, labels, axis=-1).graph
-    (norm,) = [n for n in graph.node if n.op_type == "LayerNormalization"]
-    assert ("norm.weight" in norm.input) == (batch == 4)
-
-
-@pytest.mark.parametrize("options", [{"target": "cuda"}, {"recompute": "auto"}], ids=str)
-def test_no_folding_for_others(options: dict) -> None:
-    torch.manual_seed(0)
-    net, x = PreNorm(8, 12, 5), torch.randn(32, 6, 8)
-    model = from_torch(net, (x,), dynamic_batch=False)
-    artifacts = build(model, loss=CrossEntropy(axis=-1), optimizer="sgd", **options)
-    nodes = artifacts.models["train"].graph.node
-    assert any("norm.weight" in n.input for n in nodes if n.op_type == "LayerNormalization")
-
-
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize(("rows", "flat"), [(4, True), (400, True), (400, False)])
-def test_bias_of_a_wide_layer(rows: int, flat: bool, dynamic: bool) -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(10, 700), nn.Tanh(), nn.Linear(700, 6))
-    shape = (rows,) if flat else (rows // 8, 8)
-    x, labels = torch.randn(*shape, 10), torch.randint(0, 6, shape)
-    graph = check(net, x, labels, axis=-1, dynamic=dynamic).graph
-    joined = any("0.bias" in n.input for n in graph.node if n.op_type in ("Gemm", "Add"))
-    assert joined == (rows == 4 or dynamic)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "symbolic"])
