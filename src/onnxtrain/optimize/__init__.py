@@ -1,1 +1,1 @@
-"""Rewrites of graphs for speed or for what a runtime lacks, one file each."""
+"""Graph passes: rewrites for speed or for what a runtime lacks, in the order of pipeline.py."""
