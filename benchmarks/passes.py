@@ -313,7 +313,7 @@ def tables(results: dict[str, Any]) -> str:
         f"{facts['date']}, commit {facts['commit']}: `python -m benchmarks.passes --target "
         f"{target}`, {facts.get('gpu') or facts['cpu']}, onnxruntime "
         f"{facts['versions']['onnxruntime']}; {clock} of whole steps with AdamW. Nets: "
-        + ", ".join(titles[n] for n in measured)
+        + "; ".join(titles[n] for n in measured)
         + f". A build compared with itself differs from 1 by at most {worst:.1%}.",
         *page.busy(facts),
     ]
@@ -419,7 +419,7 @@ def main() -> None:
     def keep(row: dict[str, Any]) -> None:
         rest = [r for r in results["rows"] if (r["net"], r["name"]) != (row["net"], row["name"])]
         results["rows"] = [*rest, row]
-        out.write_text(json.dumps(results, indent=0) + "\n")
+        out.write_text(json.dumps(results, separators=(",", ":")) + "\n")
         if "ratio" in row:
             said = {-1: "faster", 0: "no effect", 1: "slower"}[effect(row)]
             print(f"{row['net']}, {row['name']}: {_spread(row)} {said}", flush=True)
@@ -430,7 +430,7 @@ def main() -> None:
         except Exception as error:  # the other nets are measured all the same
             print(f"{net.name}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
         results["machine"]["others"].append(quiet.others())
-    out.write_text(json.dumps(results, indent=0) + "\n")
+    out.write_text(json.dumps(results, separators=(",", ":")) + "\n")
     print(tables(results))
 
 
