@@ -10,7 +10,7 @@
 Each net is built with everything on and once more without one pass, preference or threshold. Where
 the two builds differ, their steps run in turns, and the ratio of times is the median over the
 rounds: below 1 the pass pays. Two trainers of the same build differ by a few percent, because their
-memory lies elsewhere. So trainers are created anew for every repetition, and a pass has an effect
+memory lies elsewhere. So trainers are new for every repetition, and a pass has an effect
 where all repetitions lie on the same side of 1 by more than `NOISE`. The first row of a net
 compares a build with itself.
 

@@ -24,7 +24,7 @@ LONGEST_FILES = (
     "tests/lowering/test_onnxjs.py",
     "tests/lowering/test_zoo.py",
     "tests/torch/test_zoo.py",
-    "tests/passes/test_cpu.py",
+    "tests/optimize/test_linear_layers.py",
     "tests/autodiff/test_recompute.py",
     "tests/finetuning/test_finetune.py",
 )

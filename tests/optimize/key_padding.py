@@ -1,4 +1,4 @@
-"""Short rows of attention's scores that are filled up, and how long they are in a model."""
+"""Helpers: pad short rows of attention scores, and read row lengths from a model."""
 
 from __future__ import annotations
 

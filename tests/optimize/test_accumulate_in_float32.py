@@ -1,4 +1,4 @@
-"""Sums of 16-bit numbers over rows: in float32 on GPUs, and what the sums are stays."""
+"""accumulate_in_float32: 16-bit sums over rows run in float32 and keep their values."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def net(rows: int, first: str = "Neg(x)", axes: str = "0, 1") -> str:
         (net(T.FLOAT32_ACCUMULATION_ROWS, axes="2"), [onnx.TensorProto.BFLOAT16]),
     ],
 )
-def test_many_rows_or_rounded_ones_are_summed_in_float32(text: str, types: list[int]) -> None:
+def test_sums_over_many_rows_or_casts_run_in_float32(text: str, types: list[int]) -> None:
     assert summed(text) == types
 
 
-def test_another_reader_gets_the_rounded_sum() -> None:
+def test_other_readers_get_the_rounded_sum() -> None:
     text = f"""g (float[3,4] x) => (float[4] y, {HALF}[4] z) <int64[1] a = {{0}}> {{
         h = Cast<to=16>(x)
         s = ReduceSum<keepdims=0>(h, a)

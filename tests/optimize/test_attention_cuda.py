@@ -1,4 +1,4 @@
-"""Passes over attention's scores on GPUs, in a small transformer, also in 16 bits."""
+"""Attention passes for CUDA together, in a small transformer, also in 16 bits."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def broadcasts(proto: onnx.ModelProto) -> list[tuple[str, list[int], list[int]]]
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16-mixed"])
-def test_joined_axes_give_the_same_bits(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coalesced_axes_give_the_same_bits(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = built(precision, dims={"batch": 3})
     monkeypatch.setattr(thresholds, "COALESCED_BROADCAST_ELEMENTS", 1)
     flat = built(precision, dims={"batch": 3})
@@ -125,7 +125,7 @@ def test_joined_axes_give_the_same_bits(precision: str, monkeypatch: pytest.Monk
         np.testing.assert_array_equal(have[name], array, err_msg=name)
 
 
-def test_row_sums_inside_products_are_no_worse_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folded_row_subtraction_is_as_exact_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thresholds, "COALESCED_BROADCAST_ELEMENTS", 1)
     exact, plain = (gradients(built(p, dims={"batch": 3})) for p in ("float32", "bf16-mixed"))
     monkeypatch.setattr(thresholds, "ROW_SUBTRACTION_COLUMN_RATIO", 4)

@@ -1,4 +1,4 @@
-"""Attention in parts of the batch: the same gradients, and scores of one part at a time."""
+"""chunked_attention: equal gradients, and the scores of one chunk at a time."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_gradients_are_those_of_torch(body: str) -> None:
 
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
-def test_few_scores_are_there_at_a_time(body: str) -> None:
+def test_scores_of_one_chunk_at_a_time(body: str) -> None:
     made = onnxtrain.vjp(model(body), wrt=["q", "k", "v"], target="cuda")
     kept = onnxtrain.vjp(model(body), wrt=["q", "k", "v"], target="cpu")
     peaks = []
@@ -103,7 +103,7 @@ def test_few_scores_are_there_at_a_time(body: str) -> None:
     assert peaks[1] > 2 * SCORES
 
 
-def test_onnxruntime_does_not_merge_what_is_made_again(tmp_path: Path) -> None:
+def test_onnxruntime_does_not_merge_recomputed_nodes(tmp_path: Path) -> None:
     made = onnxtrain.vjp(model(PLAIN), wrt=["q", "k", "v"], target="cuda")
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "run.onnx")
@@ -112,23 +112,23 @@ def test_onnxruntime_does_not_merge_what_is_made_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["cpu", "wasm", "webgpu", "portable"])
-def test_other_targets_keep_them(target: str) -> None:
+def test_other_targets_do_not_chunk(target: str) -> None:
     made = onnxtrain.vjp(model(PLAIN), wrt=["q", "k", "v"], target=target)
     assert counts(made)["Softmax"] == 1
 
 
-def test_short_rows_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_sequences_are_not_chunked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thresholds, "LONG_ATTENTION_RATIO", ROWS // WIDTH + 1)
     made = onnxtrain.vjp(model(PLAIN), wrt=["q", "k", "v"], target="cuda")
     assert counts(made)["Softmax"] == 1
 
 
-def test_weights_that_others_read_are_whole() -> None:
+def test_weights_with_other_readers_are_not_chunked() -> None:
     made = onnxtrain.vjp(model(READ_TWICE), wrt=["q", "k", "v"], target="cuda")
     assert counts(made)["Split"] == 0
 
 
-def test_a_second_output_may_come_from_attention_alone() -> None:
+def test_a_second_output_of_attention() -> None:
     text = f"g ({', '.join(f'float[{BATCH}, {HEADS}, {a}, {b}] {n}' for n, a, b in TRIPLE)})"
     text += (
         f" => (float z, float[{BATCH}, {HEADS}, {ROWS}, {WIDTH}] y) {{ z = ReduceSum(q) {PLAIN} }}"
@@ -143,7 +143,9 @@ def test_a_second_output_may_come_from_attention_alone() -> None:
         np.testing.assert_allclose(np.asarray(a), b, rtol=2e-4, atol=2e-5)
 
 
-def test_no_node_joins_more_than_a_recording_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concat_takes_no_more_operands_than_graph_capture_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(thresholds, "ATTENTION_CHUNK_BYTES", 1)
     monkeypatch.setattr(thresholds, "CUDA_GRAPH_CONCAT_INPUTS", 9)
     made = onnxtrain.vjp(model(PLAIN), wrt=["q", "k", "v"], target="cuda")

@@ -1,4 +1,4 @@
-"""Axes that a broadcast treats alike, joined: the same numbers, and the form that kernels like."""
+"""coalesce_broadcast_dims: equal values, and shapes for which kernels are fast."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def operands(proto: onnx.ModelProto, kind: str) -> list[list[list[int | str]]]:
         ("2,3,4,5", "1,3,4,1", [[2, 12, 5], [12, 1]]),
     ],
 )
-def test_axes_are_joined(kind: str, a: str, b: str, joined: list[list[int]]) -> None:
+def test_axes_are_coalesced(kind: str, a: str, b: str, joined: list[list[int]]) -> None:
     changed, before, after = flattened(
         f"g (float[{a}] a, float[{b}] b) => (float[{a}] y) {{ z = {kind}(a, b) y = Tanh(z) }}"
     )
@@ -97,7 +97,7 @@ def test_axes_are_joined(kind: str, a: str, b: str, joined: list[list[int]]) -> 
         ("1,2,3", "1,2,1"),  # too small
     ],
 )
-def test_what_cannot_be_faster_stays(a: str, b: str) -> None:
+def test_fast_kernels_stay(a: str, b: str) -> None:
     changed, _, after = flattened(
         f"g (float[{a}] a, float[{b}] b) => (float[{a}] y) {{ z = Sub(a, b) y = Tanh(z) }}"
     )
@@ -105,7 +105,7 @@ def test_what_cannot_be_faster_stays(a: str, b: str) -> None:
     assert [n.op_type for n in after.graph.node] == ["Sub", "Tanh"]
 
 
-def test_an_unknown_size_is_left_to_the_view() -> None:
+def test_a_symbolic_size_is_inferred_by_the_view() -> None:
     changed, before, after = flattened(
         "g (float[n,4,5] a, float[n,4,1] b) => (float[n,4,5] y) { z = Sub(a, b) y = Tanh(z) }"
     )
@@ -114,7 +114,7 @@ def test_an_unknown_size_is_left_to_the_view() -> None:
     same_results(before, after)
 
 
-def test_the_operand_that_is_broadcast_goes_to_the_right() -> None:
+def test_the_broadcast_operand_moves_to_the_right() -> None:
     text = "g (float[{}] a, float[2,3,4] b) => (float[2,3,4] y) {{ z = {}(a, b) y = Tanh(z) }}"
     for dims, joined in (("4", [[2, 3, 4], [4]]), ("2,3,1", [[6, 4], [6, 1]])):
         changed, before, after = flattened(text.format(dims, "Mul"))
@@ -126,7 +126,7 @@ def test_the_operand_that_is_broadcast_goes_to_the_right() -> None:
     same_results(before, after)
 
 
-def test_a_choice_has_fewer_axes() -> None:
+def test_where_has_fewer_axes() -> None:
     changed, before, after = flattened(
         "g (bool[1,1,4,5] c, float[2,3,4,5] a, float b) => (float[2,3,4,5] y)"
         "{ z = Where(c, a, b) y = Tanh(z) }"
@@ -136,7 +136,7 @@ def test_a_choice_has_fewer_axes() -> None:
     same_results(before, after)
 
 
-def test_what_lies_between_needs_no_views() -> None:
+def test_nodes_in_between_need_no_views() -> None:
     """As in the gradient of a normalisation: sizes are told at the ends only."""
     changed, before, after = flattened("""
         g (float[2,3,4] x, float[2,3,4] r, float[2,3,1] m, float[2,3,1] s, float[4] w)
@@ -158,7 +158,7 @@ def test_what_lies_between_needs_no_views() -> None:
     same_results(before, after)
 
 
-def test_what_tells_joined_axes_apart_stays_between() -> None:
+def test_operators_that_need_the_axes_stay_between() -> None:
     changed, before, after = flattened("""
         g (float[2,3,4] x, float[2,3,1] m, float[1,3,1] s) => (float[2,3,4] y) {
             a = Sub(x, m)
@@ -192,7 +192,7 @@ def test_outputs_keep_their_names_and_shapes() -> None:
         ("2,3,4,1", -1, False),
     ],
 )
-def test_a_mask_that_onnxruntime_adds_inside_the_softmax_stays(
+def test_a_mask_that_onnxruntime_fuses_into_softmax_stays(
     mask: str, axis: int, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = f"""g (float[2,3,4,5] x, float[{mask}] m) => (float[2,3,4,5] y) {{
@@ -204,7 +204,7 @@ def test_a_mask_that_onnxruntime_adds_inside_the_softmax_stays(
     assert flattened(text)[0] == 1, "its kernel takes no more columns"
 
 
-def test_constants_are_stored_as_they_are_read() -> None:
+def test_constants_are_stored_in_coalesced_shape() -> None:
     text = "g (float[2,3,4,5] x) => (float[2,3,4,5] y) { z = Abs(x) y = Tanh(z) }"
     model = ir.from_proto(onnx.shape_inference.infer_shapes(parser.parse_model(HEAD + text)))
     op = OpBuilder(model.graph, "t/", target="cuda")

@@ -1,4 +1,4 @@
-"""Sums of columns in 16 bits: products with ones on GPUs."""
+"""column_sums_as_matmul: 16-bit column sums are matmuls with ones on CUDA."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def rewritten(text: str) -> tuple[int, onnx.ModelProto, onnx.ModelProto]:
         ("0", 0, "24,8", "8"),
     ],
 )
-def test_sums_stay(axes: str, keep: int, x: str, y: str, kind: str) -> None:
+def test_sums_keep_their_values(axes: str, keep: int, x: str, y: str, kind: str) -> None:
     count, before, after = rewritten(graph(axes, kind, x, y, keep))
     assert count == 1
     assert "MatMul" in {n.op_type for n in after.graph.node}
@@ -82,13 +82,13 @@ def test_sums_stay(axes: str, keep: int, x: str, y: str, kind: str) -> None:
     ],
     ids=["float32", "rows", "one-axis", "odd-columns", "odd-rows", "small", "unknown"],
 )
-def test_other_sums_stay_as_they_are(text: str) -> None:
+def test_other_sums_stay(text: str) -> None:
     count, before, after = rewritten(text)
     assert count == 0
     assert [n.op_type for n in after.graph.node] == [n.op_type for n in before.graph.node]
 
 
-def test_ones_are_made_once() -> None:
+def test_one_vector_of_ones() -> None:
     text = """g (bfloat16[8,16] x, bfloat16[8,16] z) => (bfloat16[16] y) <int64[1] a = {0}> {
         s = ReduceSum<keepdims=0>(x, a) t = ReduceSum<keepdims=0>(z, a) y = Add(s, t)
     }"""
@@ -98,5 +98,5 @@ def test_ones_are_made_once() -> None:
     assert len(ones) == 1
 
 
-def test_only_targets_that_prefer_it_get_it() -> None:
+def test_only_targets_with_the_preference() -> None:
     assert [t for t, v in TARGETS.items() if v.prefers("column-sums-as-matmul")] == ["cuda"]

@@ -1,4 +1,4 @@
-"""Convolutions of small images, spelled as products, return what the operator gives."""
+"""conv_as_matmul: matmuls for small images return what Conv returns."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_product_equals_convolution(name: str) -> None:
+def test_matmul_equals_convolution(name: str) -> None:
     image, weight, attrs = SMALL[name]
     model = _model(image, weight, **attrs)
     proto = ir.to_proto(model)
@@ -101,7 +101,7 @@ class _Net(torch.nn.Module):
 
 
 @pytest.mark.parametrize("fixed", [False, True])
-def test_training_follows_torch_and_shares_the_columns(fixed: bool) -> None:
+def test_training_follows_torch_and_shares_im2col(fixed: bool) -> None:
     net = _Net()
     x, y = torch.randn(5, 8, 4, 4), torch.tensor([0, 2, 1, 1, 0])
     model = from_torch(net, x, dynamic_batch=not fixed)

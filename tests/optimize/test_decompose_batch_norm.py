@@ -1,4 +1,4 @@
-"""BatchNormalization for WebGPU, which has no kernel for training mode."""
+"""decompose_batch_norm: WebGPU has no kernel for training mode."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from tests.artifacts.models import with_norm
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("training", [False, True])
-def test_the_composed_form_trains_alike(training: bool, shared: bool) -> None:
+def test_the_decomposition_trains_alike(training: bool, shared: bool) -> None:
     rng = np.random.default_rng(3)
     trainers = {
         target: Trainer(

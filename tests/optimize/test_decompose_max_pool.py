@@ -1,4 +1,4 @@
-"""MaxPool of opset 22 on CUDA is written with others: results and gradients stay."""
+"""MaxPool of opset 22 on CUDA is decomposed: values and gradients stay."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def shape_of_result(name: str, x: np.ndarray) -> tuple[int, ...]:
     return *x.shape[:2], *sizes
 
 
-def test_windows_without_a_finite_maximum_stay_inside() -> None:
+def test_windows_without_a_finite_maximum() -> None:
     composed = gradient(*CASES["overlapping"], 22, "cuda")
     x = np.full(CASES["overlapping"][0], -np.inf, np.float32)
     dy = np.ones(shape_of_result("overlapping", x), np.float32)

@@ -1,4 +1,4 @@
-"""Pieces that are cut out of one tensor in turns: their gradients are put together."""
+"""deduplicate_slices: gradients of interleaved slices are concatenated."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def gradient(model: onnx.ModelProto, dy: np.ndarray, x: np.ndarray) -> np.ndarra
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_gradients_of_pieces_in_turns_are_put_together(target: str) -> None:
+def test_gradients_of_interleaved_slices_are_concatenated(target: str) -> None:
     made = onnxtrain.vjp(merging(), ["x"], target=target)
     counts = collections.Counter(n.op_type for n in made.graph.node)
     assert counts["Pad"] == counts["Add"] == counts["ScatterND"] == 0
@@ -65,7 +65,7 @@ def test_gradients_of_pieces_in_turns_are_put_together(target: str) -> None:
         ("Slice(x, minus, again, one, minus)", 2),
     ],
 )
-def test_only_equal_slices_are_shared(cut: str, left: int) -> None:
+def test_only_equal_slices_are_merged(cut: str, left: int) -> None:
     text = f"""g (float[2,4] x) => (float[m,n] y) <{NUMBERS}> {{
         a = Slice(x, again, end, one, two)
         b = {cut}

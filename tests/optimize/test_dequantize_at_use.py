@@ -1,4 +1,4 @@
-"""Frozen quantised weights are unpacked where they are read, and mean the same."""
+"""dequantize_at_use: frozen quantized weights are dequantized where they are read."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _sources(graph: onnx.GraphProto, node: onnx.NodeProto) -> set[str]:
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("rows", [5, "n"])
 @pytest.mark.parametrize("dtype", [ir.DataType.UINT8, ir.DataType.UINT4])
-def test_each_reader_unpacks_when_its_operand_is_there(dtype, rows, turned) -> None:
+def test_each_reader_dequantizes_after_its_other_operand(dtype, rows, turned) -> None:
     model = _model(dtype, turned=turned, rows=rows)
     gradients = onnxtrain.vjp(model, ["x", "b"])
     unpacking = [n for n in gradients.graph.node if n.op_type == "DequantizeLinear"]
@@ -90,7 +90,7 @@ def test_each_reader_unpacks_when_its_operand_is_there(dtype, rows, turned) -> N
     np.testing.assert_allclose(db, want.sum(0), rtol=1e-3, atol=1e-3)
 
 
-def test_a_trained_scale_is_left_as_it_is() -> None:
+def test_a_trainable_scale_stays() -> None:
     gradients = onnxtrain.vjp(_model(ir.DataType.UINT8, turned=False, rows="n"), ["s"])
     names = [n.input[1] for n in gradients.graph.node if n.op_type == "DequantizeLinear"]
     assert "s" in names

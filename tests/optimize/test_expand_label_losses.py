@@ -1,4 +1,4 @@
-"""Label losses in plain operators give the same numbers."""
+"""expand_label_losses: plain operators return the same losses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def training_model(loss: Loss, expand: bool) -> ir.Model:
     ],
     ids=str,
 )
-def test_same_numbers_in_fewer_nodes(loss: Loss) -> None:
+def test_same_values_in_fewer_nodes(loss: Loss) -> None:
     feeds = {
         "x": rng.standard_normal((5, 4)).astype(np.float32),
         "labels": np.array([0, 1, 3, 2, 1]),
@@ -118,7 +118,7 @@ def test_few_classes_keep_logarithms() -> None:
 @pytest.mark.usefixtures("all_wide")
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
 @pytest.mark.parametrize("scale", [1.0, 30.0, 200.0, 1e6])
-def test_probabilities_in_place_of_logarithms(loss: Loss, scale: float) -> None:
+def test_probabilities_instead_of_log_probabilities(loss: Loss, scale: float) -> None:
     """Scores so far apart that probabilities vanish have exact losses all the same."""
     feeds = {
         "x": (scale * rng.standard_normal((7, 4))).astype(np.float32),
@@ -138,7 +138,7 @@ def test_probabilities_in_place_of_logarithms(loss: Loss, scale: float) -> None:
 @pytest.mark.usefixtures("all_wide")
 @pytest.mark.parametrize("odd", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("label", [0, 1])
-def test_scores_that_are_infinite_or_no_numbers(odd: float, label: int) -> None:
+def test_scores_that_are_infinite_or_nan(odd: float, label: int) -> None:
     feeds = {"x": np.array([[odd, 0, 1, 2]], np.float32), "labels": np.array([label])}
     models = (gradient_model(CrossEntropy(ignore_index=None), t) for t in ("cpu", "cuda"))
     actual, expected = (session_of(ir.to_proto(m)).run(["loss", "x_grad"], feeds) for m in models)

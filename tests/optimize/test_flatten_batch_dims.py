@@ -1,4 +1,4 @@
-"""Batch and sequence joined to one axis: fewer nodes, the same numbers."""
+"""flatten_batch_dims: fewer nodes, equal values."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def gradients(model: onnx.ModelProto, *, joined: bool) -> tuple[list[str], dict[
     ],
     ids=["rows", "mean", "heads", "another axis"],
 )
-def test_numbers_stay_and_nodes_become_fewer(dims: str, tail: str, outputs: str, more: str) -> None:
+def test_same_values_in_fewer_nodes(dims: str, tail: str, outputs: str, more: str) -> None:
     sizes = dims.split(",")
     for symbol, size in zip("BS", sizes, strict=False):
         outputs = outputs.replace(f"{symbol},", f"{size},")
@@ -90,7 +90,7 @@ def test_numbers_stay_and_nodes_become_fewer(dims: str, tail: str, outputs: str,
         np.testing.assert_allclose(have[name], array, rtol=2e-5, atol=2e-6, err_msg=name)
 
 
-def test_what_tells_batch_and_sequence_apart_stays_as_it_is() -> None:
+def test_operators_that_need_batch_and_sequence_stay() -> None:
     text = f"""{HEAD} g (float[B,S,4] x, float[1,S,4] p, float[4,4] w) => (float[B,S,4] y) {{
         a = Add(x, p)
         y = MatMul(a, w)
@@ -112,7 +112,7 @@ def test_outputs_keep_their_names_and_shapes() -> None:
     assert [d.dim_param or d.dim_value for d in y.type.tensor_type.shape.dim] == ["B", "S", 4]
 
 
-def test_rows_may_tell_that_a_value_is_there() -> None:
+def test_a_shape_that_only_orders_execution() -> None:
     """The smaller of a size and zero says nothing of axes; the size itself does."""
     waits = "n0 = Shape<start=0, end=1>(v) z = Min(n0, zero)"
     for tail, rank in ((waits, 2), (waits + " k = Identity(n0)", 3)):

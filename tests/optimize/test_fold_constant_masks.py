@@ -1,4 +1,4 @@
-"""Masks that depend on no input: constants once for all rows of a batch, or nothing at all."""
+"""fold_constant_masks: masks become constants for all rows of a batch, or vanish."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def constants(proto: onnx.ModelProto) -> dict[str, np.ndarray]:
     return {t.name: ir.from_proto(t).numpy() for t in proto.graph.initializer}
 
 
-def test_a_mask_of_all_rows_is_kept_once() -> None:
+def test_one_constant_for_all_rows() -> None:
     again = "mask2 = Where(seen, open2, closed2) x2 = Add(y, mask2) z = Softmax<axis=-1>(x2)"
     before = model_of(
         CAUSAL + ATTENTION + again,
@@ -116,7 +116,7 @@ def test_a_mask_of_all_rows_is_kept_once() -> None:
     same_results(before, after)
 
 
-def test_what_differs_from_row_to_row_is_kept_for_each() -> None:
+def test_masks_that_differ_between_rows() -> None:
     before = model_of(CAUSAL + ATTENTION, starts_of((0, 0, 1, 0), (0, 0, 0, 0)))
     _, after = rewritten(before)
     (mask,) = constants(after).values()
@@ -124,7 +124,7 @@ def test_what_differs_from_row_to_row_is_kept_for_each() -> None:
     same_results(before, after)
 
 
-def test_a_mask_of_zeros_is_left_out() -> None:
+def test_a_mask_of_zeros_vanishes() -> None:
     before = model_of(
         CAUSAL.replace("LessOrEqual(i, rows)", "Equal(i, i)") + ATTENTION, ONE_DOCUMENT
     )
@@ -134,7 +134,7 @@ def test_a_mask_of_zeros_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("closed_row", [False, True])
-def test_guards_stay_where_a_row_sees_nothing(closed_row: bool) -> None:
+def test_guards_stay_for_fully_masked_rows(closed_row: bool) -> None:
     body = CAUSAL.replace("LessOrEqual", "Less") if closed_row else CAUSAL
     guard = """
         top = ReduceMax(mask, last)
@@ -166,7 +166,7 @@ def test_a_mask_that_gives_the_batch_its_size_keeps_it() -> None:
     [(f"{INPUTS}, float[2,1,4,4] bias", ""), (INPUTS, "float[2,1,1,4] bias = {1,2,3,4,5,6,7,8}")],
     ids=["an input", "a frozen table"],
 )
-def test_what_is_no_mask_stays(inputs: str, more: str) -> None:
+def test_other_values_stay(inputs: str, more: str) -> None:
     body = "twice = Add(bias, bias) mask = Abs(twice)" + ATTENTION
     before = model_of(body, more, inputs)
     changed, after = rewritten(before)
@@ -175,7 +175,7 @@ def test_what_is_no_mask_stays(inputs: str, more: str) -> None:
     same_results(before, after)
 
 
-def test_a_mask_that_stands_for_none_is_left_out() -> None:
+def test_a_mask_without_effect_vanishes() -> None:
     """Of ones, as exporters put it in where the caller left it out."""
     more = "float[2,1,1,4] ones = {1,1,1,1,1,1,1,1}"
     body = "pair = Mul(ones, ones) there = Cast<to=9>(pair) mask = Where(there, open, closed)"
@@ -192,7 +192,7 @@ def test_a_frozen_bias_of_zeros_stays() -> None:
     same_results(before, after)
 
 
-def test_a_mask_that_lies_in_the_file_loses_its_copies() -> None:
+def test_a_stored_mask_loses_its_copies() -> None:
     row = np.triu(np.full((4, 4), -np.inf, np.float32), 1)
     before = model_of(ATTENTION, "float[2,1,4,4] mask = {" + ",".join(["0"] * 32) + "}")
     for t in before.graph.initializer:
@@ -213,7 +213,7 @@ def test_large_masks_stay_computed(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert kinds(after)["Where"] == 1
 
 
-def test_a_mask_in_16_bits_is_what_a_cast_gives() -> None:
+def test_a_mask_in_16_bits_equals_its_cast() -> None:
     """The standard's reference reads no bfloat16; numbers are rounded as a Cast rounds them."""
     proto = model_of(
         CAUSAL + "short = Cast<to=16>(mask) y = Cast<to=1>(short)",
@@ -272,6 +272,6 @@ def test_training_follows_torch(learned: bool, dims: dict[str, int]) -> None:
         np.testing.assert_allclose(trainer.parameters[name], p.detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_a_tensor_without_elements_is_no_mask() -> None:
+def test_a_tensor_without_elements_stays() -> None:
     assert not is_mask(np.zeros((0, 3), np.float32))
     assert is_mask(np.array([0.0, -1e30], np.float32))

@@ -1,4 +1,4 @@
-"""Numbers subtracted from the rows of a product, inside of it: the same numbers, one pass less."""
+"""fold_row_subtraction: a matmul subtracts from its rows itself, with equal values."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_rows_are_subtracted_inside(body: str, inputs: str, last: str) -> None:
     ],
     ids=["the other way", "read twice", "columns", "few rows", "few products", "narrow", "unknown"],
 )
-def test_what_only_looks_alike_stays(body: str, inputs: str, outputs: str) -> None:
+def test_similar_graphs_stay(body: str, inputs: str, outputs: str) -> None:
     changed, _, after = rewritten(SWAPPED + body, inputs, outputs)
     assert changed == 0
     assert "Concat" not in {n.op_type for n in after.graph.node}
@@ -97,7 +97,7 @@ def rounded(x: np.ndarray) -> np.ndarray:
     return ((bits + 0x1000) & 0xFFFFE000).astype(np.uint32).view(np.float32)
 
 
-def test_what_is_subtracted_is_not_rounded_with_the_operands() -> None:
+def test_subtracted_values_are_not_rounded_to_tf32() -> None:
     _, _, after = rewritten(SWAPPED + DIFFERENCE)
     (product,) = (n for n in after.graph.node if n.op_type == "MatMul")
     after.graph.output.extend(

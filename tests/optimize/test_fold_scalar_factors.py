@@ -1,4 +1,4 @@
-"""Factors of gradients are joined: fewer nodes, the same gradients."""
+"""fold_scalar_factors: fewer nodes, equal gradients."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def feeds_for(proto: onnx.ModelProto) -> dict[str, np.ndarray]:
     }
 
 
-def test_a_normalisation_by_the_root_of_a_mean_has_a_short_gradient(without) -> None:
+def test_the_gradient_of_rms_norm_is_short(without) -> None:
     plain = model(RMS)
     short, long = onnxtrain.vjp(plain, ["x"]), without(plain, ["x"])
     counts = collections.Counter(n.op_type for n in short.graph.node)
@@ -75,7 +75,7 @@ def test_a_normalisation_by_the_root_of_a_mean_has_a_short_gradient(without) -> 
         np.testing.assert_allclose(got[name], want[name], rtol=2e-5, atol=1e-6)
 
 
-def test_the_exponent_of_a_square_is_no_pass_of_its_own(without) -> None:
+def test_the_exponent_of_a_square_is_folded(without) -> None:
     """As libraries of language models write it: ``x rsqrt(mean(x^2))``."""
     text = RMS.replace("square = Mul(x, x)", "square = Pow(x, two)")
     text = text.replace("normal = Div(x, root)", "r = Reciprocal(root)\n normal = Mul(x, r)")
@@ -115,7 +115,7 @@ def test_gradients_stay_the_same(without, body: str) -> None:
         np.testing.assert_allclose(got[name], want[name], rtol=2e-5, atol=1e-6)
 
 
-def test_numbers_of_the_model_are_its_own() -> None:
+def test_constants_of_the_model_stay() -> None:
     """What the file multiplies by stays in the forward graph, one node each."""
     text = """g (float[4] x) => (float[4] y) <float a = {3}, float b = {5}> {
         p = Mul(x, a) y = Mul(p, b) }"""
@@ -124,7 +124,7 @@ def test_numbers_of_the_model_are_its_own() -> None:
     np.testing.assert_array_equal(run(made, feeds)["y"], feeds["x"] * 3 * np.float32(5))
 
 
-def test_a_value_that_is_read_twice_keeps_its_factor(without) -> None:
+def test_a_value_with_two_readers_keeps_its_factor(without) -> None:
     text = """g (float[4] x) => (float[4] y) {
         s = Sigmoid(x) t = Neg(s) u = Mul(t, t) v = Neg(u) y = Add(v, t) }"""
     both = onnxtrain.vjp(model(text), ["x"]), without(model(text), ["x"])

@@ -1,4 +1,4 @@
-"""The factor of attention scores inside the tables of a rotation."""
+"""fold_scale_into_rotary: the tables of a rotation contain the scale of attention."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def results(
 
 @pytest.mark.parametrize("heads", [PACKED, APART], ids=["packed", "apart"])
 @pytest.mark.parametrize("settings", ["", ", scale = 0.3"], ids=["by size", "given"])
-def test_only_tables_are_multiplied(heads, settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_tables_are_scaled(heads, settings, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds, have = results(heads, list(heads), settings)
     rest = tuple(p for p in pipeline.FINAL if p.rewrite is not fold_scale_into_rotary)
     monkeypatch.setattr(pipeline, "FINAL", rest)
@@ -68,7 +68,7 @@ def test_only_tables_are_multiplied(heads, settings, monkeypatch: pytest.MonkeyP
     assert fewer[0] == fewer[1] - (2 if heads is PACKED else 0)
 
 
-def test_the_gradient_of_queries_alone_has_the_factor_too() -> None:
+def test_the_gradient_of_queries_is_scaled_too() -> None:
     _, (_, both, *_) = results(APART, list(APART))
     _, (_, alone) = results(APART, ["x"])
     np.testing.assert_allclose(alone, both, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""Three or more tensors added by one operator on GPUs."""
+"""fuse_add_chain: one Sum adds three or more tensors on CUDA."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ def test_chains_of_one_shape_are_one_sum(lines: str, outputs: str, wanted: dict[
 
 
 @pytest.mark.parametrize("kind", ["int64", "bfloat16", "float16"])
-def test_whole_numbers_and_16_bits_stay(kind: str) -> None:
+def test_integers_and_16_bits_stay(kind: str) -> None:
     text = chain("p = Add(a, b) y = Add(p, c)", f"{kind}[2,3] y", kind)
     assert kinds(rewritten(text)[2]) == {"Add": 2}
 
 
-def test_no_sum_has_more_terms_than_a_kernel() -> None:
+def test_a_sum_has_no_more_terms_than_a_kernel_takes() -> None:
     steps = ["s0 = Add(a, b)"]
     steps += [f"s{i} = Add(s{i - 1}, {n})" for i, n in enumerate(NAMES[2:], 1)]
     text = chain(" ".join(steps), f"float[2,3] s{len(steps) - 1}", count=len(NAMES))
@@ -95,7 +95,7 @@ def test_no_sum_has_more_terms_than_a_kernel() -> None:
     np.testing.assert_array_equal(actual, wanted)  # the order is the same
 
 
-def test_what_lies_far_apart_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distant_additions_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     text = chain("p = Add(a, b) q = Exp(c) r = Exp(q) y = Add(p, r)")
     assert kinds(rewritten(text)[2]) == {"Sum": 1, "Exp": 2}
     monkeypatch.setattr(module, "_MAX_DISTANCE", 2)
@@ -115,7 +115,7 @@ class Branches(nn.Module):
         return x + sum(torch.tanh(layer(x)) for layer in self.layers)
 
 
-def test_only_targets_that_prefer_it_get_it() -> None:
+def test_only_targets_with_the_preference() -> None:
     model = from_torch(Branches(), (torch.randn(5, 4),))
     counts = {
         target: kinds(onnxtrain.vjp(model, target=target)).get("Sum", 0)

@@ -1,4 +1,4 @@
-"""Attention by its own operator: the same results, no scores in the forward pass."""
+"""fuse_attention: equal results, and no scores in the forward pass."""
 
 from __future__ import annotations
 
@@ -62,18 +62,18 @@ def test_results_and_gradients_are_those_of_torch() -> None:
         np.testing.assert_allclose(np.asarray(a), b.numpy(), rtol=1e-5, atol=1e-5)
 
 
-def test_masked_scores_stay_as_they_are() -> None:
+def test_masked_scores_stay() -> None:
     model = made("u = Add(t, m)", "u")
     assert counts(model)["Attention"] == 0
     assert counts(model)["Softmax"] == 1
 
 
-def test_float32_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_scores, "FUSED_ATTENTION_DTYPES", (DataType.BFLOAT16,))
     assert counts(made())["Attention"] == 0
 
 
-def test_no_operator_beside_one_that_a_newer_opset_changes() -> None:
+def test_no_upgrade_of_an_opset_that_changes_another_operator() -> None:
     model = made(last="ThresholdedRelu")
     assert counts(model)["Attention"] == 0
 

@@ -1,4 +1,4 @@
-"""Group normalisation for CUDA: written out or not, in few passes, with the numbers of torch."""
+"""fuse_group_norm: decomposed or not, few passes and the values of torch."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_steps_follow_torch(
         np.testing.assert_allclose(trainer.parameters[name], p.detach(), atol=2e-6, err_msg=name)
 
 
-def test_each_normalisation_has_two_lines_and_one_product() -> None:
+def test_each_norm_is_two_affines_and_one_matmul() -> None:
     """Of whole images: lines of one pass; a sum's product, a factor and a difference."""
     text = """g (float[8, 64, 16, 16] x, float[64] s, float[64] b) => (float[8, 64, 16, 16] y) {
         y = GroupNormalization <num_groups = 8> (x, s, b)
@@ -112,7 +112,7 @@ def test_each_normalisation_has_two_lines_and_one_product() -> None:
 @pytest.mark.parametrize("shape", [(2, 6, 9), (2, 6, 12, 12), (3, 4, 3, 5, 6)])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("rows", [1, 10_000])
-def test_digits_do_not_depend_on_the_mean(
+def test_precision_does_not_depend_on_the_mean(
     shape: tuple[int, ...], groups: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(thresholds, "GROUP_NORM_KERNEL_ROWS", rows)
@@ -161,7 +161,7 @@ def test_an_image_of_equal_values_gives_no_infinity(monkeypatch: pytest.MonkeyPa
     np.testing.assert_allclose(dx, wide.grad, rtol=1e-3, atol=1e-3)
 
 
-def test_a_view_of_other_rows_is_no_group() -> None:
+def test_a_reshape_of_the_batch_is_not_a_group_norm() -> None:
     text = """g (float[4, 6, 16, 16] x) => (float[4, 6, 16, 16] y)
         <float[12] one = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1},
          float[12] zero = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0},
@@ -216,7 +216,7 @@ def apart(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
 
 
 @pytest.mark.parametrize("rows", [1, 10_000])
-def test_bfloat16_gradients_are_as_near_as_those_of_autocast(
+def test_bfloat16_gradients_are_as_exact_as_with_autocast(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)

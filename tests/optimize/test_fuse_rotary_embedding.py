@@ -1,4 +1,4 @@
-"""Rotation by its own operator, where a file is of an opset that has it."""
+"""fuse_rotary_embedding: rotations become the operator if the opset has it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_forward_and_gradient_are_one_node_each() -> None:
         np.testing.assert_allclose(have, want, rtol=1e-5, atol=1e-6)
 
 
-def test_a_file_of_an_older_opset_keeps_its_own() -> None:
+def test_older_opsets_keep_their_operators() -> None:
     model = made(21, 10)
     assert "RotaryEmbedding" not in kinds(model)
     assert next(o.version for o in model.opset_import if not o.domain) == 21
@@ -71,7 +71,7 @@ def test_the_gradient_can_be_differentiated_again() -> None:
     ],
     ids=["not swapped", "the other sign", "other cosines"],
 )
-def test_what_only_looks_alike_stays(old: str, new: str) -> None:
+def test_similar_graphs_stay(old: str, new: str) -> None:
     body = BODY.replace(old, new)
     assert body != BODY
     model = made(23, 11, body)
@@ -80,7 +80,7 @@ def test_what_only_looks_alike_stays(old: str, new: str) -> None:
         np.testing.assert_allclose(have, want, rtol=1e-5, atol=1e-6)
 
 
-def test_one_table_serves_the_whole_batch() -> None:
+def test_one_table_for_the_whole_batch() -> None:
     body = BODY.replace("float[B,S,4]", "float[1,S,4]")
     rng = np.random.default_rng(0)
     shapes = {"x": (2, 3, 5, 8), "c": (1, 5, 4), "d": (1, 5, 4), "y_grad": (2, 3, 5, 8)}

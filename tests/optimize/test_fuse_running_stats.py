@@ -1,4 +1,4 @@
-"""Running averages of many vectors, updated as one."""
+"""fuse_running_stats: running statistics are updated together."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_vectors_of_one_length_are_averaged_together() -> None:
         np.testing.assert_allclose(actual[name], array, rtol=1e-6, err_msg=name)
 
 
-def test_no_more_are_joined_than_a_recording_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_fit_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thresholds, "CUDA_GRAPH_CONCAT_INPUTS", 4)
     wanted, model = results(averages([2] * 7)), averages([2] * 7)
     count, kinds = joined(model)
@@ -74,7 +74,7 @@ def test_no_more_are_joined_than_a_recording_takes(monkeypatch: pytest.MonkeyPat
         np.testing.assert_allclose(array, wanted[name], rtol=1e-6, err_msg=name)
 
 
-def test_what_the_graph_reads_again_stays() -> None:
+def test_statistics_with_readers_stay() -> None:
     extra = "after = Sin(new0)"
     model = averages([2, 2, 2], extra)
     model.graph.outputs.append(next(n.outputs[0] for n in model.graph if n.op_type == "Sin"))

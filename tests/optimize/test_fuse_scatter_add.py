@@ -1,4 +1,4 @@
-"""Rows scattered into a sum instead of into zeros that are added to it."""
+"""fuse_scatter_add: rows are scattered into a sum instead of into zeros."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ g (int64[n] x, float[9, 4] table) => (float[n, 9] y) {
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda", "wasm"])
-def test_a_tied_table_has_one_gradient(target: str) -> None:
+def test_tied_embeddings_have_one_gradient(target: str) -> None:
     made = onnxtrain.vjp(parser.parse_model(TIED), wrt=["table"], target=target)
     kinds = [n.op_type for n in made.graph.node]
     assert "Add" not in kinds

@@ -1,4 +1,4 @@
-"""The gradient of a product with its own sigmoid."""
+"""fuse_swish_grad: the gradient of x * sigmoid(x)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gradient(text: str, **feeds: np.ndarray) -> tuple[list[str], np.ndarray]:
 
 
 @pytest.mark.parametrize("order", ["x, s", "s, x"])
-def test_four_nodes_give_the_slope(order: str) -> None:
+def test_four_nodes_compute_the_derivative(order: str) -> None:
     text = f"g (float[n] x) => (float[n] y) {{ s = Sigmoid(x) y = Mul({order}) }}"
     x = np.array([-200, -90, -3, -0.5, 0, 0.7, 4, 90, 200], np.float32)
     dy = np.linspace(-1, 2, x.size, dtype=np.float32)
@@ -39,7 +39,7 @@ def test_four_nodes_give_the_slope(order: str) -> None:
     assert sorted(kinds) == sorted(["Sigmoid", "Mul", "Sub", "Mul", "Add", "Mul"])
 
 
-def test_a_product_with_the_sigmoid_of_something_else_stays() -> None:
+def test_the_sigmoid_of_another_value_stays() -> None:
     text = """g (float[n] x, float[n] z) => (float[n] y) {
         s = Sigmoid(x)
         p = Mul(z, s)
@@ -52,7 +52,7 @@ def test_a_product_with_the_sigmoid_of_something_else_stays() -> None:
     np.testing.assert_allclose(have, dy * (1 + z * s * (1 - s)), rtol=1e-6)
 
 
-def test_a_slope_of_what_is_computed_again() -> None:
+def test_recomputed_activations() -> None:
     """Copies start from ``Where(late, x, x)``, while other readers take ``x`` itself."""
     model = parser.parse_model(
         HEAD
@@ -90,7 +90,7 @@ GATED = """g (float[n] x, float[n] u) => (float[n] y) {
 
 
 @pytest.mark.parametrize("order", ["a, u", "u, a"])
-def test_a_gate_takes_what_it_lets_through(order: str) -> None:
+def test_a_gate_reads_its_result(order: str) -> None:
     x = np.array([-200, -90, -3, -0.5, 0, 0.7, 4, 20, 90], np.float32)
     u = np.linspace(-2, 3, x.size, dtype=np.float32)
     dy = np.linspace(-1, 2, x.size, dtype=np.float32)
@@ -117,7 +117,7 @@ def test_a_gate_takes_what_it_lets_through(order: str) -> None:
     ],
     ids=["one gate for all", "a square"],
 )
-def test_other_gates_have_their_slope(text: str) -> None:
+def test_other_gates_use_the_derivative(text: str) -> None:
     x, u = np.array([-3, 0.5, 7], np.float32), np.array([2.0], np.float32)
     u = u if "float[1] u" in text else np.array([0.3, -1.5, 2.5], np.float32)
     dy = np.array([1.0, -1.0, 0.5], np.float32)

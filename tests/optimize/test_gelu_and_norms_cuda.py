@@ -1,4 +1,4 @@
-"""Forms for GPUs: what exporters write out is recognised, and everything gives the same numbers."""
+"""Passes for GPUs: decomposed operators are fused, and values stay."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ ADAMW = optim.AdamW(lr=0.01, weight_decay=0.0)
 
 
 @pytest.mark.parametrize("bend", [halves_in_front, by_products, by_erf, by_erf_behind])
-def test_gelu_is_recognised_by_what_it_computes(bend: Callable) -> None:
+def test_gelu_is_matched_by_its_values(bend: Callable) -> None:
     module = Bent(bend)
     model = from_torch(module, (torch.randn(4, 6),))
     made = onnxtrain.build(model, loss="mse", optimizer=ADAMW, target="cuda")
@@ -127,7 +127,7 @@ class Attends(nn.Module):
 
 @pytest.mark.parametrize("given", [False, True], ids=["constant", "computed"])
 @pytest.mark.parametrize("kind", ["causal", "first row masked"])
-def test_guards_of_attention_move_behind_the_product(kind: str, given: bool) -> None:
+def test_nan_guards_move_behind_the_matmul(kind: str, given: bool) -> None:
     mask = torch.triu(torch.full((5, 5), float("-inf")), 1)
     if kind != "causal":
         mask[0] = float("-inf")
@@ -159,7 +159,7 @@ def test_guards_of_attention_move_behind_the_product(kind: str, given: bool) -> 
 
 @pytest.mark.parametrize("given", [False, True], ids=["constant", "computed"])
 @pytest.mark.parametrize("kind", ["low", "both", "unseen"])
-def test_rows_of_low_numbers_are_not_taken_for_masked_ones(kind: str, given: bool) -> None:
+def test_rows_of_low_finite_scores_are_not_masked(kind: str, given: bool) -> None:
     mask = torch.zeros(5, 5)
     mask[0] = torch.finfo(torch.float32).min  # as exporters write it: all keys weigh the same
     if kind == "both":
@@ -210,7 +210,7 @@ class Normed(nn.Module):
         return torch.relu(self.norm(self.conv(x))).mean((2, 3))
 
 
-def test_statistics_of_a_batch_out_of_those_of_its_images(
+def test_batch_statistics_via_layer_norm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(thresholds, "NORM_KERNEL_POSITIONS", 2)
@@ -263,7 +263,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("precision", ["float32", "bf16-mixed"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "own"])
-def test_a_vocabulary_is_filled_up_to_whole_words(
+def test_a_vocabulary_is_padded(
     tied: bool, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(thresholds, "PADDED_VOCABULARY_CLASSES", 8)
@@ -298,7 +298,7 @@ def test_a_vocabulary_is_filled_up_to_whole_words(
 
 
 @pytest.mark.parametrize("operator", ["Celu", "Col2Im", "DFT", "Det"])
-def test_operators_without_a_kernel_are_composed(operator: str) -> None:
+def test_operators_without_a_kernel_are_decomposed(operator: str) -> None:
     left = {
         case.name
         for case in CASES
@@ -327,7 +327,7 @@ class Cut(nn.Module):
 
 
 @pytest.mark.parametrize(("taken", "halved"), [((0, 1, 2), True), ((0, 1, 1), False)])
-def test_parts_of_a_projection_stay_in_16_bits(taken: tuple[int, ...], halved: bool) -> None:
+def test_slices_of_a_projection_stay_in_16_bits(taken: tuple[int, ...], halved: bool) -> None:
     x, labels = torch.randn(2, 5, 8), torch.tensor([0, 2])
     model = from_torch(Cut(*taken), (x,))
     losses = []
@@ -338,10 +338,10 @@ def test_parts_of_a_projection_stay_in_16_bits(taken: tuple[int, ...], halved: b
         graph = ir.from_proto(artifacts.models["step"]).graph
         parts = {n.outputs[0].dtype for n in graph if n.op_type == "Gather"}
         # One after the other, gradients of parts lie in 16 bits; what adds up does so in float32.
-        slopes = {n.outputs[0].dtype for n in graph if n.op_type in ("Concat", "Pad")}
+        derivatives = {n.outputs[0].dtype for n in graph if n.op_type in ("Concat", "Pad")}
         if precision == "fp16-mixed":
             assert ir.DataType.FLOAT16 in parts
-            assert (ir.DataType.FLOAT16 in slopes) == halved
+            assert (ir.DataType.FLOAT16 in derivatives) == halved
         trainer = onnxtrain.Trainer(artifacts, threads=1)
         losses.append([trainer.step(x.numpy(), labels.numpy()).loss for _ in range(3)])
     np.testing.assert_allclose(*losses, rtol=5e-3)

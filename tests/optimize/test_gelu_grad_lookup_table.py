@@ -1,4 +1,4 @@
-"""Slopes of GELU in bfloat16 out of a table: within one rounding of the exact slope, everywhere."""
+"""gelu_grad_lookup_table: within one rounding of the exact derivative everywhere."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def kinds_of(model: onnx.ModelProto) -> set[str]:
     return {n.op_type for n in model.graph.node}
 
 
-def slopes(model: onnx.ModelProto, x: np.ndarray) -> np.ndarray:
+def derivatives(model: onnx.ModelProto, x: np.ndarray) -> np.ndarray:
     """Return the gradient for ones, computed as kernels of bfloat16 do."""
     options = ort.SessionOptions()
     # Two casts in a row are one to an optimizer.
@@ -76,16 +76,16 @@ def exact(kind: str, x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_number_has_its_slope(kind: str, request: pytest.FixtureRequest) -> None:
+def test_every_bfloat16_has_its_derivative(kind: str, request: pytest.FixtureRequest) -> None:
     x = every_bfloat16()
     plain = gradient(kind, len(x))
     request.getfixturevalue("nobody_differentiates_again")
     table = gradient(kind, len(x))
     assert "Gather" in kinds_of(table)
     assert not {"Sigmoid", "Erf", "Exp"} & kinds_of(table)
-    wanted, actual = exact(kind, x), slopes(table, x)
+    wanted, actual = exact(kind, x), derivatives(table, x)
     defined = np.isfinite(wanted)  # torch overflows where x^3 does
-    error, before = (abs(s - wanted)[defined] for s in (actual, slopes(plain, x)))
+    error, before = (abs(s - wanted)[defined] for s in (actual, derivatives(plain, x)))
     assert error.max() <= 0.5 * 2.0**-7 + 1e-4  # half of what lies between numbers from 1 to 2
     large = defined & (abs(x.astype(np.float64)) >= 1 / 16) & (abs(x.astype(np.float64)) < 7)
     rounded = wanted[large].astype(BFLOAT16).astype(np.float64)
@@ -95,7 +95,7 @@ def test_every_number_has_its_slope(kind: str, request: pytest.FixtureRequest) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_may_be_differentiated_again_has_no_table(kind: str) -> None:
+def test_no_table_in_graphs_that_may_be_differentiated_again(kind: str) -> None:
     assert "Gather" not in kinds_of(gradient(kind, 8))
 
 
@@ -109,11 +109,11 @@ def test_small_tensors_and_other_types_have_no_table(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("nobody_differentiates_again")
-def test_a_mark_alone_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Gelu that a slope is one of must be there, and of the same kind."""
+def test_a_marked_value_that_is_not_gelu_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Gelu that a derivative is one of must be there, and of the same kind."""
     monkeypatch.setattr(activations, "GELU_TANH_DERIVATIVE", mixed_precision.TWICE_GELU_DERIVATIVE)
     assert "Gather" not in kinds_of(gradient("tanh", 8))
 
 
-def test_only_targets_that_prefer_it_get_it() -> None:
+def test_only_targets_with_the_preference() -> None:
     assert [t for t, v in TARGETS.items() if v.prefers("gelu-grad-lookup-table")] == ["cuda"]

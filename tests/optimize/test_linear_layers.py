@@ -1,4 +1,4 @@
-"""Spellings for CPU, chosen by size, return torch's gradients on both sides of each choice."""
+"""Variants of linear layers on the CPU return torch's gradients on both sides of thresholds."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_scale_of_wide_scores(classes: int, dynamic: bool) -> None:
     assert bool(scaled) == (classes == 40)
 
 
-def test_scale_of_wide_scores_that_something_else_reads() -> None:
+def test_scale_of_wide_scores_with_other_readers() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 20), nn.Linear(20, 600), nn.Tanh())
     graph = check(net, torch.randn(7, 6), torch.randint(0, 600, (7,)))
@@ -82,7 +82,7 @@ def _transposed(node: onnx.NodeProto) -> bool:
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "symbolic"])
-def test_queries_keys_and_values_are_cut_where_they_lie(dynamic: bool) -> None:
+def test_queries_keys_and_values_are_split_without_a_transpose(dynamic: bool) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
     net = nn.Sequential(layer, nn.Linear(8, 5)).train()

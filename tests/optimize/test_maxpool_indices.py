@@ -1,4 +1,4 @@
-"""Positions of maxima, found without the operator's Indices, are its Indices."""
+"""maxpool_indices: computed positions equal the operator's Indices."""
 
 from __future__ import annotations
 

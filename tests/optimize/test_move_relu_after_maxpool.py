@@ -1,4 +1,4 @@
-"""Pooling before a Relu gives the numbers and gradients of the order it was written in."""
+"""move_relu_after_maxpool: values and gradients of both orders are equal."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_step_with_swapped_operators_equals_torch(pool: nn.Module) -> None:
         np.testing.assert_allclose(ours, theirs.detach().numpy(), rtol=1e-4, atol=1e-6)
 
 
-def test_a_relu_that_others_read_stays() -> None:
+def test_a_relu_with_other_readers_stays() -> None:
     class Both(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = torch.relu(x)

@@ -1,4 +1,4 @@
-"""Cross entropy's gradient in 16 bits on GPUs: rounded first, exact at the label."""
+"""narrow_cross_entropy_grad: cast first, exact at the label."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def results(model: onnx.ModelProto, x: np.ndarray, at: np.ndarray) -> list[np.nd
     return [np.asarray(v, np.float32) for v in values]
 
 
-def test_what_is_rounded_in_the_end_is_rounded_first() -> None:
+def test_the_cast_moves_before_the_scatter() -> None:
     rng = np.random.default_rng(0)
     x, at = 3 * rng.standard_normal((3, 5)), np.array([[4], [0], [2]])
     before, after, count = rewritten(net())
@@ -58,18 +58,18 @@ def test_what_is_rounded_in_the_end_is_rounded_first() -> None:
     kinds |= {v.name: v.type.tensor_type.elem_type for v in after.graph.output}
     (scatter,) = (n for n in after.graph.node if n.op_type == "ScatterElements")
     assert kinds[scatter.output[0]] == onnx.TensorProto.BFLOAT16
-    (loss, slope), (new_loss, new_slope) = results(before, x, at), results(after, x, at)
+    (loss, derivative), (new_loss, new_derivative) = results(before, x, at), results(after, x, at)
     np.testing.assert_array_equal(new_loss, loss)
-    np.testing.assert_array_equal(new_slope, slope)
+    np.testing.assert_array_equal(new_derivative, derivative)
 
 
-def test_a_label_that_is_nearly_certain_keeps_its_slope() -> None:
+def test_a_nearly_certain_label_keeps_its_gradient() -> None:
     x, at = np.array([[9.0, 0, 0, 0, 0]] * 3), np.zeros((3, 1), np.int64)
     _, after, _ = rewritten(net())
-    _, slope = results(after, x, at)
+    _, derivative = results(after, x, at)
     p = 1 / (1 + 4 * np.exp(-9.0))
     assert ml_dtypes.bfloat16(p) == 1.0
-    np.testing.assert_allclose(slope[:, 0], p - 1, rtol=2**-8)
+    np.testing.assert_allclose(derivative[:, 0], p - 1, rtol=2**-8)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_anything_else_stays(text: str) -> None:
     ("precision", "kind"),
     [("float32", onnx.TensorProto.FLOAT), ("bf16-mixed", onnx.TensorProto.BFLOAT16)],
 )
-def test_builds_for_cuda_mark_labels_in_16_bits(precision: str, kind: int) -> None:
+def test_builds_for_cuda_scatter_in_16_bits(precision: str, kind: int) -> None:
     first, last = (
         ",".join(str(v) for v in np.linspace(-1, 1, n).round(2)) for n in (16, 4 * CLASSES)
     )

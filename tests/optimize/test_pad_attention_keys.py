@@ -1,4 +1,4 @@
-"""Keys and values filled up to whole words: the same values, gradients and losses."""
+"""pad_attention_keys: equal values, gradients and losses."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_attention_without_a_mask(queries: int, keys: int, length: int, closed_b
     ("scale", "closed_by_features"), [("0.5", True), ("-0.5", False), (None, False)]
 )
 @pytest.mark.parametrize("place", ["q", "k", "scores"])
-def test_features_close_keys_where_nothing_turns_their_sign(
+def test_features_mask_keys_unless_a_scale_is_negative(
     scale: str | None, closed_by_features: bool, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(thresholds, "MASK_IN_MATMUL_RATIO", 0)
@@ -146,7 +146,7 @@ def test_forward_derivatives(closed_by: str) -> None:
 
 
 @pytest.mark.parametrize("keys", [4, 8, 12])
-def test_whole_words_stay(keys: int) -> None:
+def test_aligned_rows_stay(keys: int) -> None:
     same_gradients(attention(5, keys), keys)
 
 
@@ -163,7 +163,7 @@ def test_a_causal_mask(closed: float) -> None:
     assert len(sums) == 1, "the mask closes the new keys as well"
 
 
-def test_rows_that_are_closed_as_a_whole_stay_as_they_are() -> None:
+def test_fully_masked_rows_stay() -> None:
     # All scores of the row are the same large number: each key has the same probability.
     rows = np.where(np.tri(5, k=-1, dtype=bool), 0.0, -3.4028234e38).ravel()
     numbers = f", float[1,1,5,5] mask = {{{','.join(f'{n:.9g}' for n in rows)}}}"
@@ -179,7 +179,7 @@ def test_a_mask_that_is_an_input(shape: str, order: str) -> None:
 
 @pytest.mark.parametrize("hidden", ["x, low", "low, x"])
 @pytest.mark.parametrize("low", ["-1e4", "-3.4e38", "input"])
-def test_a_mask_that_chooses(hidden: str, low: str) -> None:
+def test_a_mask_by_where(hidden: str, low: str) -> None:
     inputs, numbers = ", bool[2,1,5,5] seen", f", float low = {{{low}}}"
     if low == "input":
         inputs, numbers = f"{inputs}, float low", ""
@@ -187,13 +187,13 @@ def test_a_mask_that_chooses(hidden: str, low: str) -> None:
     same_gradients(model, 8)
 
 
-def test_a_mask_in_front_of_a_factor() -> None:
+def test_a_mask_before_a_scale() -> None:
     mask = "added = Add(x, mask) masked = Mul(added, negative)"
     model = attention(5, 5, mask, ", float[2,1,5,5] mask", ", float negative = {-0.5}")
     same_gradients(model, 8)
 
 
-def test_two_masks_and_another_shape_between_them() -> None:
+def test_two_masks_with_a_reshape_in_between() -> None:
     mask = """
         biased = Add(x, bias)
         apart = Reshape(biased, windows)
@@ -205,14 +205,14 @@ def test_two_masks_and_another_shape_between_them() -> None:
     same_gradients(attention(5, 5, mask, inputs, numbers), 8)
 
 
-def test_scores_that_someone_else_reads_stay() -> None:
+def test_scores_with_other_readers_stay() -> None:
     model = attention(
         5, 5, "twice = Add(x, x) masked = Mul(twice, half)", "", ", float half = {0.5}"
     )
     same_gradients(model, 5)
 
 
-def test_sizes_that_are_not_known_stay() -> None:
+def test_symbolic_sizes_stay() -> None:
     model = attention(5, 5)
     for value in (*model.graph.input, *model.graph.output):
         value.type.tensor_type.shape.dim[0].dim_param = "batch"
@@ -229,14 +229,14 @@ def test_short_sequences_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     same_gradients(attention(5, 5), 5)
 
 
-def test_other_targets_have_no_use_for_it() -> None:
+def test_other_targets_do_not_pad() -> None:
     for target in ("cpu", "wasm", "webgpu", "portable"):
         assert not find(target).prefers("pad-attention-keys")
         assert row_lengths(gradients(attention(5, 5), target)) <= {5}
 
 
 @pytest.mark.parametrize("keys", [13, 16])
-def test_the_operator_for_attention_reads_the_keys_that_count(
+def test_fused_attention_reads_unpadded_keys(
     keys: int, closed_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

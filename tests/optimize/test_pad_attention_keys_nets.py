@@ -1,4 +1,4 @@
-"""Nets with attention over odd lengths on CUDA: they follow torch, and no product has odd rows."""
+"""pad_attention_keys in nets with odd lengths on CUDA: all rows of matmuls are aligned."""
 
 from __future__ import annotations
 

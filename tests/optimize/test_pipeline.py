@@ -1,4 +1,4 @@
-"""One order of passes for all who make gradients."""
+"""The order of passes: one table, with reasons, for everything that differentiates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_pass_is_documented() -> None:
     assert all(f.__doc__ for f in entries)
 
 
-def test_every_pass_but_obvious_ones_says_why_it_stands_there() -> None:
+def test_the_order_of_passes_has_reasons() -> None:
     source = Path(pipeline.__file__).read_text()
     lines = [line.strip() for line in source.splitlines()]
     silent = [
@@ -43,7 +43,7 @@ def test_passes_compare_operators_with_their_domain() -> None:
     assert [f.name for f in files if ".op_type " in f.read_text()] == [], "use is_op"
 
 
-def test_only_one_module_adds_a_reverse_sweep_to_a_model() -> None:
+def test_only_one_module_differentiates_a_model() -> None:
     callers = set()
     for path in SRC.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -84,7 +84,7 @@ class Total(Norm):
 
 @pytest.mark.parametrize("target", ["cuda", "webgpu"])
 @pytest.mark.parametrize("door", ["vjp", "jvp", "grad", "split"])
-def test_no_batch_statistics_where_the_runtime_refuses_them(door: str, target: str) -> None:
+def test_no_training_mode_where_the_runtime_lacks_it(door: str, target: str) -> None:
     net = Total() if door == "grad" else Norm()
     model = from_torch(net.train(), (torch.randn(4, 3, 5, 5),), train=True)
     assert find(target).lacks("BatchNormalization.training_mode")

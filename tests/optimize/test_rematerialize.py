@@ -1,4 +1,4 @@
-"""Values made again for the backward pass: the same numbers, and less that is kept."""
+"""rematerialize: equal values, and less memory for the backward pass."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_losses_are_those_of_torch(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, ROWS, WIDTH), (ROWS, WIDTH)], ids=["rows", "matrix"])
-def test_bits_are_those_of_what_is_kept(shape: tuple[int, ...]) -> None:
+def test_recomputed_values_have_the_same_bits(shape: tuple[int, ...]) -> None:
     models = [made(shape, recompute=r).models["step"] for r in ((), "none")]
     results = []
     for model in models:
@@ -102,29 +102,29 @@ def test_bits_are_those_of_what_is_kept(shape: tuple[int, ...]) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-def test_what_one_pass_makes_is_not_kept() -> None:
+def test_values_of_one_pass_are_not_stored() -> None:
     again, plain = (kept(made((3, ROWS, WIDTH), recompute=r).models["step"]) for r in ((), "none"))
     assert "Gelu" in plain
     assert "Gelu" not in again
 
 
-def test_a_gradient_that_reads_the_result_keeps_it() -> None:
+def test_values_that_the_gradient_reads_are_stored() -> None:
     assert counts(made((3, ROWS, WIDTH), "tanh").models["step"])["Gelu"] == 1
 
 
-def test_small_values_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_values_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thresholds, "REMATERIALIZE_BYTES", 1 << 30)
     assert counts(made((3, ROWS, WIDTH)).models["step"])["Gelu"] == 1
 
 
 @pytest.mark.parametrize("word", ["none", ["none"]])
-def test_nothing_is_made_again_if_nothing_is_to_be(word: Any) -> None:
+def test_targets_without_the_preference_store_all(word: Any) -> None:
     artifacts = made((3, ROWS, WIDTH), recompute=word)
     assert counts(artifacts.models["step"])["Gelu"] == 1
     assert artifacts.manifest.options["recompute"] == word
 
 
-def test_rows_by_their_own_factor_are_made_again() -> None:
+def test_scaled_rows_are_recomputed() -> None:
     text = """<ir_version: 10, opset_import: ["": 21]> g (float[b, 3, 8] x) => (float[b, 3, 8] y) {
         e = Constant<value_float = 0.01>() two = Constant<value_float = 2.0>()
         w = Constant<value_ints = [-1]>()

@@ -1,4 +1,4 @@
-"""What moves elements between two casts works on the short type: the same bits, no casts."""
+"""remove_casts_around_views: views move 16-bit elements, with equal bits."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ CHAIN = """
 """
 
 
-def test_a_round_trip_is_left_out() -> None:
+def test_a_round_trip_vanishes() -> None:
     changed, kinds = rewritten(CHAIN.replace("{to}", "10"))
     assert changed == 1
     assert kinds == ["Cast", "Transpose", "Gather", "Transpose", "Cast"]
 
 
-def test_another_short_type_is_a_rounding() -> None:
+def test_a_cast_to_another_16_bit_type_stays() -> None:
     changed, kinds = rewritten(CHAIN.replace("{to}", "16"))
     assert changed == 0
     assert kinds.count("Cast") == 4
 
 
 @pytest.mark.parametrize("between", ["Neg(turned)", "Add(turned, turned)"])
-def test_what_computes_stays_in_float32(between: str) -> None:
+def test_arithmetic_stays_in_float32(between: str) -> None:
     body = CHAIN.replace("{to}", "10").replace(
         "viewed = Reshape(turned, sizes)", f"viewed = {between}"
     )
@@ -77,7 +77,7 @@ def test_what_computes_stays_in_float32(between: str) -> None:
     assert kinds.count("Cast") == 4
 
 
-def test_what_others_read_in_float32_stays_for_them() -> None:
+def test_float32_readers_keep_their_value() -> None:
     body = CHAIN.replace("{to}", "10") + "z = Neg(turned)"
     changed, kinds = rewritten(body, "float[2,4] y, float[4,2,3] z")
     assert changed == 1

@@ -1,4 +1,4 @@
-"""Sums over a gradient of attention's weights, from the smaller result of attention."""
+"""row_sums_from_attention_output: the output of attention replaces its weights."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def reference(guarded: bool) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("turned", [False, True], ids=["heads", "rows"])
 @pytest.mark.parametrize("guarded", [False, True], ids=["open", "guarded"])
-def test_rows_of_heads_are_summed(
+def test_rows_of_the_output_are_summed(
     turned: bool, guarded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(globals(), "TURNED", turned)
@@ -93,7 +93,7 @@ def test_other_sums_stay(inputs: str, body: str) -> None:
     assert not any(n.name.startswith("cuda/ReduceSum") for n in wide.graph.node)
 
 
-def test_rows_of_few_weights_stay() -> None:
+def test_short_sequences_stay() -> None:
     text = """g (float[b, 2, 3, 4] q, float[b, 2, 4, 3] k, float[b, 2, 3, 4] v)
         => (float[b, 2, 3, 4] y) { w = MatMul(q, k) p = Softmax(w) y = MatMul(p, v) }"""
     made = onnxtrain.vjp(parser.parse_model(HEAD + text), wrt=["q"], target="cuda")

@@ -1,4 +1,4 @@
-"""Scales of rows behind products that read their rows in bfloat16."""
+"""scale_after_matmul with matmuls in bfloat16."""
 
 from __future__ import annotations
 

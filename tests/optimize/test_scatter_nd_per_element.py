@@ -1,4 +1,4 @@
-"""Rows that are scattered element by element."""
+"""scatter_nd_per_element and scatter_add_as_matmul."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_rows(kind: str) -> None:
     compare(graph("5, 4, 6", "2, 3, 1", "2, 3, 4, 6", kind), i)
 
 
-def test_rows_that_are_replaced() -> None:
+def test_replaced_rows() -> None:
     compare(graph("5, 24", "3, 1", "3, 24", ""), np.array([[4], [-5], [2]]))
 
 
@@ -77,14 +77,14 @@ def test_several_coordinates() -> None:
     compare(graph("2, 3, 4, 20", "4, 3", "4, 20"), i)
 
 
-def test_zeros_are_made_flat() -> None:
+def test_zeros_get_the_flat_shape() -> None:
     zeros = "z = ConstantOfShape(shape)"
     made = compare(graph("9, 32", "6, 1", "6, 32", start=zeros), np.array([[0]] * 3 + [[8]] * 3))
     maker = next(n for n in made.graph.node if n.op_type == "ConstantOfShape")
     assert next(n for n in made.graph.node if n.op_type == "ScatterND").input[0] == maker.output[0]
 
 
-def test_small_tables_are_products() -> None:
+def test_small_tables_are_matmuls() -> None:
     text = graph("5, 2, 3", "2, 4, 1", "2, 4, 2, 3", start="z = ConstantOfShape(shape)")
     i = np.array([[[0], [4], [4], [-1]], [[-5], [0], [2], [2]]])
     made = compare(text, i, scatter_add_as_matmul)
@@ -102,7 +102,7 @@ def test_small_tables_are_products() -> None:
     ],
     ids=["not zeros", "not a sum", "two coordinates", "few indices", "a large table"],
 )
-def test_other_tables_are_no_products(text: str) -> None:
+def test_other_tables_are_not_matmuls(text: str) -> None:
     assert rewritten(text, scatter_add_as_matmul)[1] == 0
 
 
@@ -116,7 +116,7 @@ def test_many_elements_share_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rewritten(graph("9, 32", "6, 1", "6, 32"))[1] == 0
 
 
-def test_indices_beyond_the_table_are_those_of_its_ends() -> None:
+def test_indices_out_of_range_are_clipped() -> None:
     made, _ = rewritten(graph("3, 16", "4, 1", "4, 16"))
     feeds = {"x": np.zeros((3, 16), np.float32), "u": np.ones((4, 16), np.float32)}
     have = run(made, feeds | {"i": np.array([[3], [90], [-4], [1]])})
@@ -134,7 +134,7 @@ def test_indices_beyond_the_table_are_those_of_its_ends() -> None:
     ],
     ids=["short rows", "an open size", "no rows", "no indices", "integers"],
 )
-def test_others_stay(text: str) -> None:
+def test_other_scatters_stay(text: str) -> None:
     assert rewritten(text)[1] == 0
 
 

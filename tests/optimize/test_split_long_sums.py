@@ -1,4 +1,4 @@
-"""Means and sums over millions of numbers are those of float64."""
+"""split_long_sums: means and sums over millions of elements equal those in float64."""
 
 from __future__ import annotations
 
@@ -58,20 +58,20 @@ def test_stages_are_exact(op_type, sizes, shape):
 
 
 @pytest.mark.parametrize("sizes", ["64,1024", "8", "16,16,16"])
-def test_short_ones_stay(sizes):
+def test_short_sums_stay(sizes):
     model = reduction("ReduceMean", sizes)
     assert split_long_sums(model, OpBuilder(model.graph, "t/", target="cpu")) == 0
     assert [n.op_type for n in model.graph] == ["ReduceMean"]
 
 
-def test_one_number_per_sample_stays():
+def test_one_element_per_sample_stays():
     text = """g (float[N,64] x) => (float y) <int64[1] a = {1}> {
         z = ReduceMax <keepdims = 0> (x, a)  y = ReduceMean <keepdims = 0> (z) }"""
     model = prepare(load(onnx.parser.parse_model(HEAD + text))).model
     assert split_long_sums(model, OpBuilder(model.graph, "t/", target="cpu")) == 0
 
 
-def test_without_float64_there_is_none():
+def test_targets_without_float64():
     for sizes in ("N", "N,M", "N,64", "N,2097143"):
         model = reduction("ReduceMean", sizes)
         split_long_sums(model, OpBuilder(model.graph, "t/", target="webgpu"))

@@ -1,4 +1,4 @@
-"""Sums and means of channels in two steps: the first is a product, or a pooling of small images."""
+"""split_noncontiguous_reductions: a matmul or a pooling, then a reduction."""
 
 from __future__ import annotations
 

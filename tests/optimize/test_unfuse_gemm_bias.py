@@ -1,4 +1,4 @@
-"""Biases of large products, added behind them on GPUs."""
+"""unfuse_gemm_bias: biases are added after large matmuls on CUDA."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ FLAT = {"x": "6,4", "y": "6,5"}
         (graph(MATMUL, x="n,3,4", y="n,3,5"), ["MatMul", "Add"]),
     ],
 )
-def test_results_stay_and_the_bias_is_added_alone(text: str, kinds: list[str]) -> None:
+def test_the_bias_is_a_separate_add(text: str, kinds: list[str]) -> None:
     count, before, after = rewritten(text)
     assert [n.op_type for n in after.graph.node] == kinds
     assert count == (len(kinds) != len(before.graph.node))
@@ -79,7 +79,7 @@ def test_results_stay_and_the_bias_is_added_alone(text: str, kinds: list[str]) -
     np.testing.assert_allclose(result(after), result(before), rtol=1e-6, atol=1e-6)
 
 
-def test_the_view_changes_the_shape() -> None:
+def test_the_reshape_changes_the_shape() -> None:
     """One that does not would be taken out, and the product joined with its bias again."""
     for sizes in ({}, FLAT):
         _, _, after = rewritten(graph(MATMUL, **sizes))

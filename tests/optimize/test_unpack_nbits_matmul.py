@@ -1,4 +1,4 @@
-"""Products with packed weights by operators on bytes: the same numbers, one layer at a time."""
+"""unpack_nbits_matmul: equal values, and one layer is unpacked at a time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def of_rank_three(case: Case) -> Case:
 @pytest.mark.parametrize("symbolic", [True, False])
 @pytest.mark.parametrize("opset", [17, 21])
 @pytest.mark.parametrize("name", [*PARTS, "bias"])
-def test_product_and_gradient_are_those_of_the_kernel(name: str, opset: int, symbolic: bool):
+def test_values_and_gradients_equal_the_kernel(name: str, opset: int, symbolic: bool):
     for case in (CASES[name], of_rank_three(CASES[name])):
         case = dataclasses.replace(case, opset=opset, symbolic=symbolic)
         model, got = gradients(case, "wasm")
@@ -50,7 +50,7 @@ def test_the_cpu_keeps_its_kernels() -> None:
 
 
 @pytest.mark.parametrize("name", ["a short last block", "groups"])
-def test_what_does_not_fit_is_left_to_others(name: str) -> None:
+def test_other_layouts_stay(name: str) -> None:
     _, got = gradients(CASES[name], "wasm")
     _, want = gradients(CASES[name], "cpu")
     for a, b in zip(want, got, strict=True):
@@ -59,7 +59,7 @@ def test_what_does_not_fit_is_left_to_others(name: str) -> None:
 
 @pytest.mark.parametrize("symbolic", [True, False])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_each_product_unpacks_when_its_operand_is_there(bits: int, symbolic: bool) -> None:
+def test_each_matmul_unpacks_after_its_operand(bits: int, symbolic: bool) -> None:
     """What reads constants only would be run at the start, for all layers at once."""
     case = dataclasses.replace(nbits(bits, 32), symbolic=symbolic)
     graph = gradients(case, "wasm")[0].graph
@@ -77,11 +77,11 @@ def test_each_product_unpacks_when_its_operand_is_there(bits: int, symbolic: boo
     assert set(waits) == {frozenset({"x0"}), frozenset({"y_grad"})}
 
 
-def test_a_place_of_a_byte_is_read_by_few_operators() -> None:
+def test_few_operators_per_position_of_a_byte() -> None:
     """Twice the weights, in two places each: four masks, four scalings."""
     counts = operators(gradients(CASES["4 bits, blocks of 32, no points"], "wasm")[0])
     assert (counts["BitShift"], counts["BitwiseAnd"], counts["DequantizeLinear"]) == (0, 4, 4)
 
 
-def test_the_preference_is_that_of_wasm_alone() -> None:
+def test_only_wasm_has_the_preference() -> None:
     assert [n for n, t in TARGETS.items() if t.prefers("unpack-nbits-weights")] == ["wasm"]

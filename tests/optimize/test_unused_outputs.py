@@ -1,4 +1,4 @@
-"""What nothing reads, onnxruntime keeps until a run ends: models for a GPU have no such results."""
+"""Unused outputs stay in memory until a run ends: models for a GPU have none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import onnxtrain
 from onnxtrain.torch import from_torch
 
 
-def test_statistics_leave_nothing_unread() -> None:
+def test_statistics_have_no_unused_outputs() -> None:
     net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.BatchNorm2d(2), nn.Flatten())
     model = from_torch(nn.Sequential(net, nn.Linear(2 * 256, 3)), (torch.randn(2, 1, 16, 16),))
     artifacts = onnxtrain.build(

@@ -1,7 +1,7 @@
 """Match the scores of attention: a softmax of a matmul of queries and keys, scaled and masked.
 
 `match_attention_scores` walks up from a softmax, because any number of scales and masks may lie in
-between. `attention_scale` and `AttentionScores.fits_fused_attention` then tell whether CUDA's fused
+between. `attention_scale` and `AttentionScores.fits_fused_attention` decide whether CUDA's fused
 operator can replace them.
 """
 

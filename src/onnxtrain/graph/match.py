@@ -16,7 +16,7 @@ that a single node reads and that is not a graph output, `x.named("s")` makes an
 the match. All nodes of a match lie in the graph of the root.
 
 `check` sees a complete match and returns whether it holds, or the reason why not. A failed check
-tries the other orders of commutative operands. `Pattern.explain(node)` tells why a node does not
+tries the other orders of commutative operands. `Pattern.explain(node)` returns why a node does not
 match; with logging at DEBUG under "onnxtrain.optimize" every near miss is logged.
 """
 
@@ -140,7 +140,7 @@ class Pattern:
 
     Args:
         function: builds the pattern; its parameters after the first one are variables.
-        check: tells whether a complete match holds; a text is the reason why it does not.
+        check: returns whether a complete match holds, or the reason why not.
         source: maps values before variables are compared, such as an Identity to its input.
     """
 

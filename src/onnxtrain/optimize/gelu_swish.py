@@ -177,7 +177,7 @@ def _fuse_around(op: OpBuilder, nonlinearity: ir.Node) -> int:
             gelu = op.Gelu(x, approximate=kind)
             node = gelu.producer()
             assert node is not None
-            node.name = last.name  # the scope in a name tells the block, for recomputation
+            node.name = last.name  # recomputation reads the block from the scope in the name
             node.metadata_props.update(last.metadata_props)
             replace_value(y, gelu, uses)
             op.graph.remove(region, safe=True)

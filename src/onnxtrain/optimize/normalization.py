@@ -149,7 +149,7 @@ def _fuse_norm(op: OpBuilder, norm: ir.Node) -> int:
     fused = op.GroupNormalization(x, scale, bias, num_groups=groups, epsilon=epsilon)
     node = fused.producer()
     assert node is not None
-    node.name = norm.name  # the scope in a name tells the block, for recomputation
+    node.name = norm.name  # recomputation reads the block from the scope in the name
     node.metadata_props.update(norm.metadata_props)
     fused.type, fused.shape = y.type, y.shape
     replace_value(y, fused, uses)
