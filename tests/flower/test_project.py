@@ -18,16 +18,16 @@ from tests.small_nets import LOSS, parse
 
 @pytest.fixture
 def artifacts(tmp_path: Path) -> Path:
-    made = onnxtrain.build(parse(LOSS), loss="loss", optimizer="sgd:lr=0.25", check=False)
-    made.save(tmp_path / "my artifacts")
+    artifacts = onnxtrain.build(parse(LOSS), loss="loss", optimizer="sgd:lr=0.25", check=False)
+    artifacts.save(tmp_path / "my artifacts")
     return tmp_path / "my artifacts"
 
 
 def test_init_writes_a_project(tmp_path: Path, artifacts: Path) -> None:
     folder, data = tmp_path / "My Study 2", tmp_path / 'odd"name.npz'
     arguments = ["federate", "init", str(folder), "--artifacts", str(artifacts)]
-    done = CliRunner().invoke(app, [*arguments, "--data", str(data), "--clients", "5"])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(app, [*arguments, "--data", str(data), "--clients", "5"])
+    assert result.exit_code == 0, result.output
     project = tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))
     assert project["project"]["name"] == "my-study-2"
     flower = project["tool"]["flwr"]["app"]
@@ -43,11 +43,11 @@ def test_init_writes_a_project(tmp_path: Path, artifacts: Path) -> None:
 
 def test_nothing_is_overwritten(tmp_path: Path, artifacts: Path) -> None:
     write_project(tmp_path / "one", artifacts)
-    with pytest.raises(SaveError, match=r"pyproject\.toml is there already"):
+    with pytest.raises(SaveError, match=r"pyproject\.toml already exists"):
         write_project(tmp_path / "one", artifacts)
 
 
-def test_only_artifacts_are_taken(tmp_path: Path) -> None:
+def test_a_folder_without_artifacts_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         write_project(tmp_path / "one", tmp_path)
     assert not (tmp_path / "one").exists()

@@ -102,8 +102,8 @@ def test_tied_parameters_share_an_initializer() -> None:
     assert list(onnxtrain.parameters(model)) == [names["embed.weight"]]
 
 
-def test_what_cannot_be_exported_says_why() -> None:
-    with pytest.raises(ExportError, match="Counting cannot be exported as it is") as error:
+def test_export_error_names_the_reason_of_each_exporter() -> None:
+    with pytest.raises(ExportError, match="cannot export Counting") as error:
         from_torch(Counting(), torch.randn(2, 3))
     assert "dynamo:" in str(error.value)
     assert "legacy:" in str(error.value)
@@ -114,16 +114,16 @@ class Unknown(nn.Module):
         return torch.histc(x, 4)
 
 
-def test_the_operator_that_exporters_lack_is_named() -> None:
+def test_export_error_names_the_unsupported_operator() -> None:
     with pytest.raises(ExportError) as error:
         from_torch(Unknown(), torch.randn(2, 3), dynamic_batch=False)
-    told = str(error.value).splitlines()
-    assert "histc" in next(line for line in told if "dynamo:" in line)
-    assert all("Next steps" not in line and "\x1b" not in line for line in told)
+    lines = str(error.value).splitlines()
+    assert "histc" in next(line for line in lines if "dynamo:" in line)
+    assert all("Next steps" not in line and "\x1b" not in line for line in lines)
 
 
-def test_names_must_fit() -> None:
-    with pytest.raises(ExportError, match="1 inputs, but 2 names"):
+def test_wrong_number_of_input_names() -> None:
+    with pytest.raises(ExportError, match="got 2 names for 1 inputs"):
         from_torch(nn.Linear(2, 2), torch.ones(1, 2), names=["a", "b"])
 
 
@@ -137,6 +137,6 @@ class Buffered(nn.Module):
         return self.fc(x) * self.table + torch.tensor([0.5, 1.5, 2.5])
 
 
-def test_buffers_and_literals_are_no_parameters() -> None:
+def test_buffers_and_literals_are_not_parameters() -> None:
     model = from_torch(Buffered(), torch.ones(2, 3))
     assert list(onnxtrain.parameters(model)) == ["fc.weight", "fc.bias"]

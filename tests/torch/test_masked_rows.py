@@ -1,4 +1,4 @@
-"""Rows of attention that see no key, as batches have that are filled up on the left."""
+"""Fully masked attention rows, as in left-padded batches."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_training_follows_torch(target: str, lowest: bool, free: bool) -> None:
     module = Attends(lowest)
     model = from_torch(module, batch()[:2], dynamic_batch=free)
-    assert any("see no key" in r for r in last_report(model).repairs) == (not lowest)
+    assert any("fully masked" in r for r in last_report(model).repairs) == (not lowest)
     made = onnxtrain.build(model, loss="mse", optimizer="sgd:lr=0.5", target=target)
     if target != "cpu":
         assert all(n.op_type != "IsNaN" for n in made.models["train"].graph.node)

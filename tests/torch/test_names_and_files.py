@@ -70,21 +70,21 @@ def test_given_names() -> None:
     assert step.loss > 0
 
 
-def test_names_that_do_not_fit() -> None:
+def test_invalid_names_are_reported() -> None:
     x = torch.randn(5, 4)
     cases: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"input_names": ["a"], "names": ["a"]}, "mean the same"),
-        ({"output_names": ["a", "b"]}, "1 outputs, but 2 names"),
-        ({"output_names": ["0.weight"]}, "an input or a parameter has that name"),
-        ({"input_names": ["a", "b"]}, "1 inputs, but 2 names"),
-        ({"dynamic_shapes": {"z": {0: "n"}}}, "which is no input"),
+        ({"input_names": ["a"], "names": ["a"]}, "are the same option"),
+        ({"output_names": ["a", "b"]}, "got 2 names for 1 outputs"),
+        ({"output_names": ["0.weight"]}, "the name of an input or parameter"),
+        ({"input_names": ["a", "b"]}, "got 2 names for 1 inputs"),
+        ({"dynamic_shapes": {"z": {0: "n"}}}, "unknown input 'z'"),
     )
-    for words, text in cases:
-        with pytest.raises(ExportError, match=text):
-            from_torch(two_layers(), x, **words)
-    with pytest.raises(ExportError, match="two outputs are called 'a'"):
+    for options, message in cases:
+        with pytest.raises(ExportError, match=message):
+            from_torch(two_layers(), x, **options)
+    with pytest.raises(ExportError, match="duplicate name in outputs: 'a'"):
         from_torch(GivesPair(), x, output_names=["a", "a"])
-    with pytest.raises(ExportError, match="does not take these keywords"):
+    with pytest.raises(ExportError, match="example_inputs does not match"):
         from_torch(two_layers(), {"no": x})
 
 

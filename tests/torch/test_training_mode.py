@@ -60,7 +60,7 @@ def test_an_exporter_that_ignores_training_mode_is_repaired(
     assert norm.attributes["training_mode"].as_int() == 1
 
 
-def test_what_cannot_be_repaired_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_training_mode_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, with_other_names)
     x = torch.randn(6, 4)
     with pytest.raises(ExportError, match="training mode"):
@@ -69,13 +69,13 @@ def test_what_cannot_be_repaired_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         from_torch(net(), x)
 
 
-def test_statistics_that_would_stay_as_they_were_are_refused(
+def test_lost_updates_of_running_statistics_are_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use(monkeypatch, with_other_names)
     module = net()
     x = torch.randn(64, 4)
-    with torch.no_grad():  # so that both modes give the same: only the statistics tell
+    with torch.no_grad():  # outputs of both modes are equal: only the statistics differ
         module[1].weight.zero_()  # pyright: ignore[reportIndexIssue, reportOperatorIssue]
-    with pytest.raises(ExportError, match=r"running statistics of 1 would stay as they are"):
+    with pytest.raises(ExportError, match=r"does not update the running statistics of 1"):
         from_torch(module, x)

@@ -16,7 +16,7 @@ from onnxtrain.artifacts.build import build
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.graph import shapes as S
 from onnxtrain.torch import from_torch, last_report
-from onnxtrain.torch.repairs import flatten_tensors
+from onnxtrain.torch.checking import flatten_tensors
 from onnxtrain.training import Trainer
 from tests.zoo.models import ZOO, ZooModel
 

@@ -1,4 +1,4 @@
-"""A federation as files and processes: the project that flwr runs, the server that pages reach."""
+"""Files and processes of a federation: the ``flwr run`` project, and the server for web pages."""
 
 from onnxtrain.federation.project import write_project
 

@@ -1,4 +1,4 @@
-"""The project that ``flwr run`` takes: a ClientApp and a ServerApp over artifacts."""
+"""Write a project for ``flwr run``: a ClientApp and a ServerApp over artifacts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ name = {name}
 version = "1.0.0"
 description = "A federation that trains ONNX artifacts."
 license = "Apache-2.0"
-# onnxtrain[cpu,flower] is where Flower is; a SuperLink installs what else is listed here.
+# A SuperLink installs these; onnxtrain[cpu,flower] is already installed next to Flower.
 dependencies = []
 
 [tool.hatch.build.targets.wheel]
@@ -53,21 +53,21 @@ report = {report}
 """
 
 _SETTINGS_FILE = '''\
-"""Where this client's artifacts and data are."""
+"""Locate the artifacts and the data of this client."""
 
 import numpy as np
 
 
 def artifacts(context):
-    """Return the directory of artifacts: the client's own, or the one that the run names."""
+    """Return the artifacts directory of this node, or else the one in the run configuration."""
     return context.node_config.get("artifacts", context.run_config["artifacts"])
 
 
 def data(context):
-    """Return the arrays to train on, by the names of the model's inputs and targets.
+    """Return the training arrays by the names of the model's inputs and targets.
 
-    A SuperNode has a file of its own (--node-config 'data="mine.npz"'). Clients of a simulation,
-    and SuperNodes with partition-id and num-partitions, share one by rows.
+    A SuperNode reads its own file (--node-config 'data="mine.npz"'). Clients of a simulation, and
+    SuperNodes with partition-id and num-partitions, share one file and take every n-th row.
     """
     path = context.node_config.get("data", context.run_config["data"])
     with np.load(path) as file:
@@ -81,7 +81,7 @@ _CLIENT = '''\
 """The ClientApp."""
 
 from onnxtrain.flower import client_app
-from {package}.places import artifacts, data
+from {package}.settings import artifacts, data
 
 app = client_app(artifacts, data)
 '''
@@ -91,11 +91,11 @@ _SERVER = '''\
 
 from flwr.serverapp.strategy import FedAvg
 from onnxtrain.flower import server_app
-from {package}.places import artifacts
+from {package}.settings import artifacts
 
 
 def strategy(context):
-    """Return how replies become the new global weights: any strategy of Flower."""
+    """Return the Flower strategy that aggregates replies into new global weights."""
     clients = int(context.run_config["clients"])
     return FedAvg(
         min_train_nodes=clients, min_evaluate_nodes=clients, min_available_nodes=clients
@@ -110,13 +110,13 @@ _README = """\
 
     flwr run . local --stream    # a simulation; `local` is in Flower's own config.toml
 
-With machines of their own, start a SuperLink and its door for pages, then clients, then a run:
+On separate machines, start a SuperLink with its web server, then clients, then a run:
 
     onnxtrain federate serve
     flower-supernode --insecure --superlink 127.0.0.1:8000 --node-config 'data="mine.npz"'
-    flwr run . lab --stream      # where `lab` is a SuperLink in Flower's config.toml
+    flwr run . lab --stream      # `lab` is a SuperLink in Flower's config.toml
 
-`{package}/places.py` says where artifacts and data are, `{package}/server.py` has the strategy.
+`{package}/settings.py` locates artifacts and data, `{package}/server.py` defines the strategy.
 """
 
 
@@ -131,14 +131,14 @@ def write_project(
     """Write a project; return its files.
 
     Args:
-        directory: made if it is not there; files in it are not overwritten.
-        artifacts: the directory that is trained; server and Python clients open it.
-        data: an .npz file for clients that have none of their own.
-        clients: how many have to be there for a round.
-        rounds: how many.
+        directory: the project directory, created if missing; existing files are not overwritten.
+        artifacts: the artifacts directory, which server and Python clients read.
+        data: an .npz file for clients without their own.
+        clients: number of clients a round waits for.
+        rounds: number of rounds.
 
     Raises:
-        SaveError: there is such a file already.
+        SaveError: if one of the files exists.
     """
     loaded = Artifacts.load(artifacts)
     folder = directory.resolve()
@@ -149,7 +149,7 @@ def write_project(
         "rounds": rounds,
         "clients": clients,
         "lr": float(loaded.manifest.optimizer["lr"]),
-        # JSON's strings are also TOML's.
+        # JSON strings are valid TOML strings.
         "name": json.dumps(name),
         "artifacts": json.dumps(str(artifacts.resolve())),
         "data": json.dumps(str(data.resolve()) if data else "train.npz"),
@@ -160,14 +160,14 @@ def write_project(
         "pyproject.toml": _PYPROJECT.format(**values),
         "README.md": _README.format(**values),
         f"{PACKAGE}/__init__.py": f'"""{name}."""\n',
-        f"{PACKAGE}/places.py": _SETTINGS_FILE,
+        f"{PACKAGE}/settings.py": _SETTINGS_FILE,
         f"{PACKAGE}/client.py": _CLIENT.format(**values),
         f"{PACKAGE}/server.py": _SERVER.format(**values),
     }
-    paths = {folder / place: text for place, text in texts.items()}
-    taken = [str(path) for path in paths if path.exists()]
-    if taken:
-        raise SaveError(f"{taken[0]} is there already\nhint: name a new directory")
+    paths = {folder / path: text for path, text in texts.items()}
+    existing = [str(path) for path in paths if path.exists()]
+    if existing:
+        raise SaveError(f"{existing[0]} already exists\nhint: choose another directory")
     for path, text in paths.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text)

@@ -1,9 +1,8 @@
-"""A SuperLink and its door for pages, started and stopped together.
+"""Run a SuperLink, and a web server that connects pages to it.
 
-The door through which pages reach a SuperLink.
-
-A SuperLink answers no preflight requests, and its port also takes calls that start and stop runs.
-So pages talk to this: it passes on what SuperNodes call and nothing else, and serves the page.
+Pages cannot call a SuperLink directly: it does not answer CORS preflight requests, and its port
+also accepts calls that start and stop runs. ``proxy_app`` serves the page and forwards only the
+calls of SuperNodes. ``superlink`` starts and stops the SuperLink; ``serve`` runs the web server.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ CALLS = (
     *("send-node-heartbeat", "pull-messages", "push-messages", "get-run", "get-fab"),
     *("pull-object", "push-object", "confirm-message-received"),
 )
-"""What SuperNodes call."""
+"""The calls of SuperNodes, which are forwarded; all others get status 404."""
 HEADERS = ("content-type", "flwr-public-key", "flwr-timestamp", "flwr-signature")
-MAX_REQUEST_BYTES = 64 * 1024 * 1024  # bytes of a request; an array travels in pieces of 5 MiB
+MAX_REQUEST_BYTES = 64 * 1024 * 1024  # Flower sends arrays in chunks of 5 MiB
 
 
 def proxy_app(
@@ -42,15 +41,15 @@ def proxy_app(
     folders: Mapping[str, Path] | None = None,
     origins: Sequence[str] = (),
 ) -> Any:
-    """Return the ASGI application.
+    """Return the ASGI application that serves pages and forwards calls of SuperNodes.
 
     Args:
-        superlink: its address, ``http://127.0.0.1:8000``.
-        folders: what is served besides: a folder by the path that it has here (``"/"``).
-        origins: of pages that are served by others.
+        superlink: address of the SuperLink, such as ``http://127.0.0.1:8000``.
+        folders: static files to serve: URL path (``"/"``) -> folder.
+        origins: origins of pages on other servers that may call this one.
 
     Raises:
-        MissingExtraError: Flower, and with it the libraries for this, is not installed.
+        MissingExtraError: if Flower is not installed; it brings the web libraries.
     """
     try:
         import httpx
@@ -61,64 +60,61 @@ def proxy_app(
         from starlette.routing import Mount, Route
         from starlette.staticfiles import StaticFiles
     except ImportError as error:
-        raise missing_flower_message(error) from error
+        raise missing_flower(error) from error
 
     client = httpx.AsyncClient(base_url=superlink, timeout=130)
 
     async def fleet(request: Any) -> Any:
         if request.path_params["call"] not in CALLS:
-            return Response("no such call", 404)
+            return Response("unknown call", 404)
         body = bytearray()
         async for part in request.stream():
             body += part
             if len(body) > MAX_REQUEST_BYTES:
-                return Response(f"more than {MAX_REQUEST_BYTES:,} bytes", 413)
+                return Response(f"request exceeds {MAX_REQUEST_BYTES:,} bytes", 413)
         headers = {k: request.headers[k] for k in HEADERS if k in request.headers}
         try:
-            answer = await client.post(request.url.path, content=bytes(body), headers=headers)
+            response = await client.post(request.url.path, content=bytes(body), headers=headers)
         except httpx.TransportError as error:
-            return Response(f"the SuperLink does not answer: {error}", 502)
-        kind = answer.headers.get("content-type", "application/octet-stream")
-        return Response(answer.content, answer.status_code, {"content-type": kind})
+            return Response(f"the SuperLink does not respond: {error}", 502)
+        kind = response.headers.get("content-type", "application/octet-stream")
+        return Response(response.content, response.status_code, {"content-type": kind})
 
     routes = [Route(FLEET + "{call}", fleet, methods=["POST"])]
     for path, folder in sorted((folders or {}).items(), key=lambda item: -len(item[0])):
         routes.append(Mount(path, StaticFiles(directory=folder, html=True)))
-    across = Middleware(
+    cors = Middleware(
         CORSMiddleware,
         allow_origins=list(origins),
         allow_methods=["GET", "POST"],
         allow_headers=list(HEADERS),
-        expose_headers=["date"],  # by which clients set their clocks
+        expose_headers=["date"],  # clients correct their clocks with it
         max_age=7200,
     )
-    return Starlette(routes=routes, middleware=[across])
+    return Starlette(routes=routes, middleware=[cors])
 
 
-def missing_flower_message(error: ImportError) -> MissingExtraError:
-    """Return what to tell somebody without Flower."""
+def missing_flower(error: ImportError) -> MissingExtraError:
+    """Return the error for a missing installation of Flower."""
     return MissingExtraError(
         f"Flower is not installed: {error}\nhint: pip install 'onnxtrain[flower]'"
     )
 
 
-# pyright: reportMissingImports=false
-
-
-_STARTUP_TIMEOUT = 120.0  # seconds for a SuperLink to answer
+_STARTUP_TIMEOUT = 120.0  # seconds until a SuperLink responds
 
 
 def flower_program(name: str) -> str:
-    """Return the path of one of Flower's programs, beside this Python first.
+    """Return the path of a Flower program; the environment of this Python comes before PATH.
 
     Raises:
-        MissingExtraError: it is not there.
+        MissingExtraError: if it is not installed.
     """
-    beside = Path(sys.executable).parent
-    program = shutil.which(name, path=str(beside)) or shutil.which(name)
+    bin_folder = Path(sys.executable).parent
+    program = shutil.which(name, path=str(bin_folder)) or shutil.which(name)
     if program is None:
         raise MissingExtraError(
-            f"there is no program {name!r}\nhint: pip install 'onnxtrain[flower]'"
+            f"program {name!r} not found\nhint: pip install 'onnxtrain[flower]'"
         )
     return program
 
@@ -131,28 +127,30 @@ def superlink(
     simulation: bool = False,
     log: Path | None = None,
 ) -> Iterator[str]:
-    """Run a SuperLink on this machine's loopback; give its address once it answers.
+    """Run a SuperLink on the loopback interface; yield its address once it responds.
 
     Args:
-        port: where Python clients and ``flwr run`` reach it.
-        database: where it remembers nodes and runs; else in memory.
-        simulation: it runs all clients itself.
-        log: where its output goes; else to ours.
+        port: port for Python clients and ``flwr run``.
+        database: file for nodes and runs; in memory by default.
+        simulation: let the SuperLink run all clients itself.
+        log: file for its output; by default this process's output.
 
     Raises:
-        BusyError: something else has the port.
-        OnnxTrainError: it ends, or does not answer in time.
+        BusyError: if the port is in use.
+        OnnxTrainError: if it exits, or does not respond in time.
     """
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", port)) == 0:
-            raise BusyError(f"port {port} is taken\nhint: --superlink-port names another one")
+            raise BusyError(
+                f"port {port} is in use\nhint: choose another one with --superlink-port"
+            )
     command = [flower_program("flower-superlink"), "--insecure", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--disable-runtime-dependency-installation"]
     command += ["--database", str(database)] if database else []
     command += ["--simulation"] if simulation else []
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(log.open("ab")) if log else None
-        # It starts programs of its own, by name.
+        # The SuperLink starts other Flower programs by name.
         paths = os.pathsep.join([str(Path(command[0]).parent), os.environ.get("PATH", "")])
         process = subprocess.Popen(
             command, stdout=output, stderr=output, env={**os.environ, "PATH": paths}
@@ -174,11 +172,11 @@ def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
     end = time.monotonic() + _STARTUP_TIMEOUT
     while time.monotonic() < end:
         if process.poll() is not None:
-            raise OnnxTrainError(f"the SuperLink ended with code {process.returncode}")
+            raise OnnxTrainError(f"the SuperLink exited with code {process.returncode}")
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
-            return  # any other status than 200 is an error that is an OSError too
+            return  # urlopen raises HTTPError, an OSError, for other statuses than 200
         time.sleep(0.2)
-    raise OnnxTrainError(f"the SuperLink does not answer at {url}")
+    raise OnnxTrainError(f"the SuperLink does not respond at {url}")
 
 
 def serve(
@@ -191,22 +189,22 @@ def serve(
     certificate: Path | None = None,
     key: Path | None = None,
 ) -> None:
-    """Serve pages and pass their calls on to a SuperLink, until interrupted.
+    """Serve pages and forward their calls to a SuperLink, until interrupted.
 
     Args:
-        address: of the SuperLink.
-        host: which interface; pages elsewhere than on this machine need a certificate.
-        port: of the page.
-        folders: what is served, by path.
-        origins: of pages that others serve.
-        certificate: a .pem file; without one keys work on localhost only.
-        key: of the certificate.
+        address: address of the SuperLink.
+        host: interface to listen on; clients on other machines need a certificate.
+        port: port of the pages.
+        folders: static files to serve: URL path -> folder.
+        origins: origins of pages on other servers that may call this one.
+        certificate: a .pem file; without it, browsers create keys on localhost only.
+        key: private key of the certificate.
     """
     app = proxy_app(address, folders=folders, origins=origins)
     try:
         import uvicorn
     except ImportError as error:
-        raise missing_flower_message(error) from error
+        raise missing_flower(error) from error
     uvicorn.run(
         app,
         host=host,

@@ -1,4 +1,4 @@
-"""Federations of Flower: ClientApps and ServerApps over artifacts (extra ``onnxtrain[flower]``)."""
+"""Federated learning with Flower: ClientApp and ServerApp (extra ``onnxtrain[flower]``)."""
 
 from onnxtrain.flower.client import client_app
 from onnxtrain.flower.messages import pseudo_gradient, weighted_mean

@@ -1,6 +1,7 @@
-"""The ClientApp: training and evaluation of artifacts on a client's own data.
+"""The ClientApp: train and evaluate artifacts on the client's own data.
 
-A client's part of a round: take the global weights, train on its data, and tell.
+``LocalRound`` runs one round: load the global weights, train, return the new weights and metrics.
+``client_app`` wraps it in a Flower ``ClientApp``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.checkpoint import state_key
-from onnxtrain.errors import OnnxTrainError
+from onnxtrain.errors import OnnxTrainError, expected_one_of
 from onnxtrain.flower.messages import (
     ARRAYS,
     CONFIG,
@@ -37,13 +38,14 @@ from onnxtrain.training import Trainer
 from onnxtrain.training.checks import SEED_LIMIT
 from onnxtrain.training.data import as_source
 
+# Keys of the records that Flower stores for each client between rounds.
 _KEPT, _PROGRESS = "onnxtrain.kept", "onnxtrain.progress"
 OPTIMIZER_STATES = ("reset", "keep")
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How a client trains; what is ``None`` is for the server to say."""
+    """Training options of a client; ``None`` takes the server's value, then the default."""
 
     epochs: int | None = None
     batch_size: int | None = None
@@ -54,17 +56,16 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.optimizer_state not in (None, *OPTIMIZER_STATES):
-            raise OnnxTrainError(
-                f"no such optimizer_state: {self.optimizer_state!r}\nhint: reset or keep"
-            )
+            expected = expected_one_of(str(self.optimizer_state), OPTIMIZER_STATES)
+            raise OnnxTrainError(f"unknown optimizer_state: {self.optimizer_state!r} {expected}")
 
     def completed(self, config: Mapping[str, Any]) -> Settings:
-        """Return the settings with what is left open as the server says, else by default."""
+        """Return the settings with each ``None`` replaced by the server's value or the default."""
         values = {}
         for field in dataclasses.fields(self):
-            own = getattr(self, field.name)
-            said = config.get(field.name.replace("_", "-"), _DEFAULTS[field.name])
-            values[field.name] = said if own is None else own
+            value = getattr(self, field.name)
+            fallback = config.get(field.name.replace("_", "-"), _DEFAULTS[field.name])
+            values[field.name] = fallback if value is None else value
         return Settings(**values)
 
 
@@ -81,8 +82,8 @@ _DEFAULTS: dict[str, Any] = {
 class LocalRound:
     """A trainer that starts every round from the server's weights.
 
-    Nothing of one client reaches another that shares the process: what stays between rounds is in
-    the client's own state, which Flower keeps.
+    Clients of a simulation share a process and this trainer. Everything a client keeps between
+    rounds is therefore in its own Flower state, and the trainer is reset for each round.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -92,21 +93,26 @@ class LocalRound:
         self._lr = trainer.lr
 
     def train(
-        self, arrays: ArrayRecord, data: Any, settings: Settings, number: int, kept: RecordDict
+        self,
+        arrays: ArrayRecord,
+        data: Any,
+        settings: Settings,
+        number: int,
+        client_state: RecordDict,
     ) -> tuple[ArrayRecord, MetricRecord]:
-        """Return the weights after a round of training, and what it was like.
+        """Return the weights and metrics after one round of training.
 
         Args:
             arrays: the global weights.
-            data: as :meth:`Trainer.fit` takes it.
-            settings: with nothing left open.
-            number: of the round; the order of the data follows from it and the seed.
-            kept: the client's own records; the optimizer's state and running statistics that do
-                not travel stay in it.
+            data: the training data, as for :meth:`Trainer.fit`.
+            settings: the completed settings.
+            number: the round; with the seed it determines the order of the data.
+            client_state: the client's own records, updated in place: optimizer state, and running
+                statistics that are not sent.
         """
         trainer, keep = self.trainer, settings.optimizer_state == "keep"
         tensors = from_record(arrays, self.manifest)
-        self._load(tensors, kept, keep=keep)
+        self._load(tensors, client_state, keep=keep)
         trainer.lr = self._lr if settings.lr is None else settings.lr
         trainer.seed = (int(settings.seed or 0) * 1009 + number) % SEED_LIMIT
         first = trainer.global_step
@@ -118,7 +124,7 @@ class LocalRound:
             progress=False,
             tensorboard=False,
         )
-        self._store(tensors, kept, keep=keep)
+        self._store(tensors, client_state, keep=keep)
         last = {n: v for n, v in history.epochs[-1].items() if n in self.metric_names}
         metrics = {EXAMPLES: self._examples(data, settings), **last}
         metrics["steps"] = trainer.global_step - first
@@ -127,43 +133,47 @@ class LocalRound:
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """The numbers that a round reports: the loss and the metrics of the artifacts."""
+        """The values that a round reports: the loss and the metrics of the artifacts."""
         return ("loss", *self.trainer.metric_names)
 
-    def evaluate(self, arrays: ArrayRecord, data: Any, kept: RecordDict) -> MetricRecord:
-        """Return loss and metrics of the global weights on own data."""
-        self._load(from_record(arrays, self.manifest), kept, keep=False)
+    def evaluate(self, arrays: ArrayRecord, data: Any, client_state: RecordDict) -> MetricRecord:
+        """Return loss and metrics of the global weights on the client's data."""
+        self._load(from_record(arrays, self.manifest), client_state, keep=False)
         evaluation = self.trainer.evaluate(data)
         return MetricRecord({EXAMPLES: evaluation.samples, **evaluation.to_dict()})
 
-    def _load(self, tensors: Mapping[str, np.ndarray], kept: RecordDict, *, keep: bool) -> None:
+    def _load(
+        self, tensors: Mapping[str, np.ndarray], client_state: RecordDict, *, keep: bool
+    ) -> None:
         anchors = {
             state_key(s.parameter, s.slot): tensors[s.parameter]
             for s in self.manifest.state
             if s.slot == ANCHOR
         }
-        own = kept.array_records.get(_KEPT)
+        records = client_state.array_records.get(_KEPT)
         names = self._client_state_names(tensors, keep=keep)
-        stored = {n: own[n].numpy() for n in names if own is not None and n in own}
+        stored = {n: records[n].numpy() for n in names if records is not None and n in records}
         self.trainer.load_state_dict({**self._start, **stored, **tensors, **anchors})
-        progress: dict[str, Any] = dict(kept.metric_records.get(_PROGRESS, {}))
+        progress: dict[str, Any] = dict(client_state.metric_records.get(_PROGRESS, {}))
         self.trainer.global_step = int(progress.get("step", 0)) if keep else 0
 
-    def _store(self, tensors: Mapping[str, np.ndarray], kept: RecordDict, *, keep: bool) -> None:
+    def _store(
+        self, tensors: Mapping[str, np.ndarray], client_state: RecordDict, *, keep: bool
+    ) -> None:
         names = self._client_state_names(tensors, keep=keep)
         state = self.trainer.state_dict()
         if names:
-            kept[_KEPT] = to_record({n: state[n] for n in names})
-        kept[_PROGRESS] = MetricRecord({"step": self.trainer.global_step})
+            client_state[_KEPT] = to_record({n: state[n] for n in names})
+        client_state[_PROGRESS] = MetricRecord({"step": self.trainer.global_step})
 
     def _client_state_names(self, tensors: Mapping[str, np.ndarray], *, keep: bool) -> list[str]:
-        """Return the names, as in a state_dict, of what stays with the client."""
+        """Return the names, as in a state_dict, of the tensors that stay with the client."""
         statistics = [b.name for b in self.manifest.buffers if b.name not in tensors]
         slots = [s for s in self.manifest.state if s.slot != ANCHOR] if keep else []
         return [*statistics, *(state_key(s.parameter, s.slot) for s in slots)]
 
     def _examples(self, data: Any, settings: Settings) -> int:
-        """Return how many samples an epoch has."""
+        """Return the number of samples per epoch."""
         size = settings.batch_size or self.trainer.fixed_batch or 32
         source = as_source(data, batch_size=size, columns=self.trainer.inputs)
         samples = getattr(source, "samples", None)
@@ -187,43 +197,43 @@ def client_app(
 ) -> ClientApp:
     """Return a ClientApp that trains and evaluates artifacts.
 
-    Options that are left out are taken from the server's configuration (``epochs``,
-    ``batch-size``, ``lr``, ``shuffle``, ``seed``, ``optimizer-state``); those given here win.
+    Options given here win over the server's configuration (``epochs``, ``batch-size``, ``lr``,
+    ``shuffle``, ``seed``, ``optimizer-state``), which wins over the defaults.
 
     Args:
-        artifacts: what :func:`onnxtrain.build` gave, or a directory, or a function from Flower's
-            ``Context`` to one of these; of the same build as the server's.
-        data: what :meth:`Trainer.fit` takes, or a function from Flower's ``Context`` to it.
-        validation: data to evaluate on, likewise; else the training data.
-        epochs: of a round; 1.
-        batch_size: of arrays; 32, or what the model is fixed to.
-        lr: learning rate; else that of the build.
-        shuffle: arrays, in an order that follows from seed and round; by default they are.
-        seed: of that order, and of dropout masks.
-        optimizer_state: ``"reset"`` at the start of each round, or ``"keep"`` it with the client.
+        artifacts: the result of :func:`onnxtrain.build`, its directory, or a function of Flower's
+            ``Context`` that returns one of these. Server and clients need the same build.
+        data: training data as for :meth:`Trainer.fit`, or a function of Flower's ``Context`` that
+            returns it.
+        validation: evaluation data, likewise; by default the training data.
+        epochs: epochs per round; 1 by default.
+        batch_size: batch size for arrays; by default the model's fixed batch size, or 32.
+        lr: learning rate; by default that of the build.
+        shuffle: shuffle arrays, in an order that depends on seed and round; on by default.
+        seed: random seed for shuffling and dropout; 0 by default.
+        optimizer_state: ``"reset"`` it every round (the default), or ``"keep"`` it on the client.
         device: ``"cpu"`` or ``"cuda"``.
-        threads: of onnxruntime's pool.
-        mods: Flower's mods, such as those of its privacy wrappers.
+        threads: threads of onnxruntime.
+        mods: Flower mods, such as those of its privacy wrappers.
     """
     settings = Settings(epochs, batch_size, lr, shuffle, seed, optimizer_state)
-
-    opened: dict[str, LocalRound] = {}
+    rounds: dict[str, LocalRound] = {}
 
     def local(context: Context) -> LocalRound:
-        place = resolve_artifacts(artifacts, context)
-        label = "" if isinstance(place, Artifacts) else os.fspath(place)
-        if label not in opened:
-            opened[label] = LocalRound(Trainer(place, device=device, threads=threads))
-        return opened[label]
+        source = resolve_artifacts(artifacts, context)
+        path = "" if isinstance(source, Artifacts) else os.fspath(source)
+        if path not in rounds:
+            rounds[path] = LocalRound(Trainer(source, device=device, threads=threads))
+        return rounds[path]
 
     app = ClientApp(mods=list(mods))
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
         config: dict[str, Any] = dict(message.content.config_records.get(CONFIG, {}))
-        mine = local(context)
-        _check_client_proximal(config, mine.manifest.optimizer)
-        arrays, metrics = mine.train(
+        local_round = local(context)
+        _check_client_proximal(config, local_round.manifest.optimizer)
+        arrays, metrics = local_round.train(
             message.content.array_records[ARRAYS],
             _client_data(data, context),
             settings.completed(config),
@@ -234,9 +244,9 @@ def client_app(
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        chosen = data if validation is None else validation
+        samples = data if validation is None else validation
         arrays = message.content.array_records[ARRAYS]
-        metrics = local(context).evaluate(arrays, _client_data(chosen, context), context.state)
+        metrics = local(context).evaluate(arrays, _client_data(samples, context), context.state)
         return Message(RecordDict({METRICS: metrics}), reply_to=message)
 
     return app
@@ -248,9 +258,10 @@ def _client_data(data: Any, context: Context) -> Any:
 
 
 def _check_client_proximal(config: Mapping[str, Any], optimizer: Mapping[str, Any]) -> None:
-    wanted, built = float(config.get("proximal-mu", 0.0)), float(optimizer.get("proximal", 0.0))
-    if "proximal-mu" in config and wanted != built:
+    requested = float(config.get("proximal-mu", 0.0))
+    built = float(optimizer.get("proximal", 0.0))
+    if "proximal-mu" in config and requested != built:
         raise OnnxTrainError(
-            f"the server asks for a proximal term of {wanted:g}, these artifacts have {built:g}\n"
-            f"hint: build(..., optimizer='sgd:proximal={wanted:g}')"
+            f"the server requests proximal-mu={requested:g}, the artifacts have {built:g}\n"
+            f"hint: build(..., optimizer='sgd:proximal={requested:g}')"
         )

@@ -1,4 +1,4 @@
-"""From ``torch.nn.Module`` to ONNX models that train as the module does."""
+"""Export torch modules to ONNX models that train the same way, or run them on ONNX Runtime."""
 
 from onnxtrain.torch.export import ExportedModel, ExportReport, from_torch, last_report
 from onnxtrain.torch.gradient_graph import export_gradient_graph, export_optimizer_graph

@@ -1,4 +1,8 @@
-"""A model run beside the module it was exported from, dropout aside."""
+"""Check that an exported model computes what the module computes.
+
+``check`` compares outputs in evaluation and training mode, running statistics, and, if the module
+stops gradients, the gradients. Dropout is disabled on both sides: the random masks differ.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +17,19 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from onnxtrain.autodiff.gradients import lift
+from onnxtrain.autodiff.gradients import lift, vjp
+from onnxtrain.autodiff.gradients import parameters as parameter_values
 from onnxtrain.errors import UndifferentiableError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.nodes import nodes
 from onnxtrain.modes import to_evaluation
 from onnxtrain.runtime import session as runtime
 from onnxtrain.torch.exporters import Axes, ExportError
-from onnxtrain.torch.repairs import flatten_tensors, gradients_and_stops, require_same_gradients
+from onnxtrain.torch.repairs import BATCH_NORMS
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_TOLERANCE = 1e-3
+"""Largest difference from torch that counts as rounding, relative to the largest output."""
+_GRADIENT_TOLERANCE = 1e-2
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 _DROPOUT_FUNCTIONS = (
     torch.dropout,
@@ -34,8 +41,8 @@ _DROPOUT_FUNCTIONS = (
     nn.functional.feature_alpha_dropout,
     nn.functional.alpha_dropout,
 )
-_TOLERANCE = 1e-3
-"""Largest difference to torch that counts as rounding, relative to the largest output."""
+_DATA: Any = torch.Tensor.data
+_DETACH_FUNCTIONS = (torch.Tensor.detach, torch.Tensor.detach_, torch.detach, _DATA.__get__)
 
 
 def check(
@@ -45,88 +52,46 @@ def check(
     names: Sequence[str],
     axes: Axes,
     train: bool | None,
-    stored: dict[str, str],
+    initializer_of: dict[str, str],
 ) -> None:
-    """Compare with torch, dropout aside: in evaluation mode, and in the mode that was asked for."""
-    modes = [(part, part.training) for part in module.modules()]
-    plain = model.clone()
-    to_evaluation(plain)
+    """Compare the model with the module, in evaluation mode and in the requested mode.
+
+    Args:
+        module: the exported module, in the mode it was exported in.
+        model: the exported model.
+        inputs: example inputs.
+        names: names of the inputs.
+        axes: symbolic axes of the inputs; with a symbolic batch, one more row is tried too.
+        train: as in :func:`onnxtrain.torch.from_torch`.
+        initializer_of: initializer of each parameter of the module.
+
+    Raises:
+        ExportError: if outputs, running statistics or gradients differ.
+    """
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
+    inference = model.clone()
+    to_evaluation(inference)
     if train is not None or not any(mode for _, mode in modes):
         module.eval()
-        _compare(module, plain, inputs, names, axes, "evaluation mode")
+        _compare_with_torch(module, inference, inputs, names, axes, "evaluation mode")
     if train is False:
         return
-    for part, mode in modes:
-        part.training = mode
+    for submodule, mode in modes:
+        submodule.training = mode
     if any(mode for _, mode in modes):
         with restore_statistics(module), _no_dropout(module):
             work = model.clone()
             _remove_dropout(work)
-            _compare(module, work, inputs, names, axes, "training mode")
-        _require_statistics(module, model, inputs)
+            _compare_with_torch(module, work, inputs, names, axes, "training mode")
+        _check_statistics_updated(module, model, inputs)
     if any(t.requires_grad for t in (*module.parameters(), *flatten_tensors(inputs))):
         with restore_statistics(module), _no_dropout(module):
             work = model.clone()
             _remove_dropout(work)
-            _check_gradients(module, work, inputs, names, stored)
+            _check_gradients(module, work, inputs, names, initializer_of)
 
 
-def _require_statistics(module: nn.Module, model: ir.Model, inputs: Sequence[Any]) -> None:
-    """Refuse a model that leaves running statistics alone which torch changes."""
-    norms: dict[str, Any] = {
-        name: part
-        for name, part in module.named_modules()
-        if isinstance(part, BATCH_NORMS) and part.training and part.running_mean is not None
-    }
-    before = {name: part.running_mean.clone() for name, part in norms.items()}
-    with torch.no_grad(), restore_statistics(module), _no_dropout(module):
-        module(*copy.deepcopy(tuple(inputs)))
-        changed = [n for n, part in norms.items() if not part.running_mean.equal(before[n])]
-    updated = {
-        mean.name
-        for node in nodes(model.graph, "BatchNormalization", subgraphs=True)
-        if (mean := node.inputs[3]) is not None
-        and (mode := node.attributes.get("training_mode")) is not None
-        and mode.as_int()
-    }
-    # A part that bears two names is stored under either.
-    missing = [
-        n
-        for n in changed
-        if not any(
-            f"{other}.running_mean" in updated
-            for other, part in module.named_modules(remove_duplicate=False)
-            if part is norms[n]
-        )
-    ]
-    if missing:
-        raise ExportError(
-            f"training mode: running statistics of {', '.join(missing[:5])} would stay as they are"
-        )
-
-
-def _check_gradients(
-    module: nn.Module,
-    model: ir.Model,
-    inputs: Sequence[Any],
-    names: Sequence[str],
-    stored: dict[str, str],
-) -> None:
-    want, seeds, why = gradients_and_stops(module, inputs, names, stored)
-    if not want:
-        return
-    feeds = {
-        n: x.detach().cpu().numpy()
-        for n, x in zip(names, inputs, strict=True)
-        if isinstance(x, torch.Tensor)
-    }
-    try:
-        require_same_gradients(model, feeds, want, seeds, why)
-    except UndifferentiableError:
-        return  # whoever wants the gradient will be told
-
-
-def _compare(
+def _compare_with_torch(
     module: nn.Module,
     model: ir.Model,
     inputs: Sequence[Any],
@@ -134,38 +99,40 @@ def _compare(
     axes: Axes,
     mode: str,
 ) -> None:
-    # As inputs, since onnxruntime folds a BatchNorm into the convolution before it even if it is in
-    # training mode, once all weights are constants; as copies, since it writes the new running
-    # statistics over the old ones.
+    # Weights become inputs: with constant weights, onnxruntime folds a BatchNormalization into the
+    # preceding Conv even in training mode. They are copied: onnxruntime updates the running
+    # statistics in place.
     work = model.clone()
     weights = [x for x in work.graph.initializers.values() if S.is_float(x)]
     values = {x.name or "": x.const_value.numpy() for x in weights if x.const_value is not None}
     lift(work.graph, weights)
     session = runtime.create(ir.to_proto(work).SerializeToString(), threads=1)
     known = {i.name for i in session.get_inputs()}
-    sizes = [inputs, _one_more_row(inputs, axes)] if any(0 in a for a in axes) else [inputs]
-    for batch in sizes:
+    batches = [inputs, _with_extra_row(inputs, axes)] if any(0 in a for a in axes) else [inputs]
+    for batch in batches:
         with torch.no_grad(), restore_statistics(module):
             try:
-                want = flatten_tensors(module(*copy.deepcopy(tuple(batch))))
+                expected = flatten_tensors(module(*copy.deepcopy(tuple(batch))))
             except Exception:
                 if batch is inputs:
                     raise
-                return  # the module itself takes no other size
+                return  # the module itself is limited to this batch size
         feeds = {n: np.array(v) for n, v in values.items() if n in known}
         feeds |= {
             n: x.detach().cpu().numpy()
             for n, x in zip(names, batch, strict=True)
             if n in known and isinstance(x, torch.Tensor)
         }
-        got = runtime.run(session, None, feeds)
-        _require_equal(want, got, mode if batch is inputs else f"{mode}, one more row")
+        actual = runtime.run(session, None, feeds)
+        _compare_outputs(expected, actual, mode if batch is inputs else f"{mode}, one more row")
 
 
-def _require_equal(want: Sequence[torch.Tensor], got: Sequence[np.ndarray], mode: str) -> None:
-    if len(got) < len(want):
-        raise ExportError(f"{len(want)} outputs in torch, {len(got)} in the model")
-    for i, (a, b) in enumerate(zip(want, got, strict=False)):
+def _compare_outputs(
+    expected: Sequence[torch.Tensor], actual: Sequence[np.ndarray], mode: str
+) -> None:
+    if len(actual) < len(expected):
+        raise ExportError(f"the module has {len(expected)} outputs, the model {len(actual)}")
+    for i, (a, b) in enumerate(zip(expected, actual, strict=False)):
         x = a.detach().cpu().numpy()
         if x.shape != b.shape:
             raise ExportError(
@@ -175,24 +142,196 @@ def _require_equal(want: Sequence[torch.Tensor], got: Sequence[np.ndarray], mode
             continue
         finite = np.isfinite(x)
         if not np.array_equal(finite, np.isfinite(b)):
-            raise ExportError(f"{mode}: output {i} is infinite or NaN at other places than torch's")
+            raise ExportError(
+                f"{mode}: output {i} has infinities or NaN where torch has none, or vice versa"
+            )
         scale = max(float(np.abs(x[finite]).max(initial=0.0)), 1e-6)
         difference = np.abs(x[finite].astype(np.float64) - b[finite])
         worst = float(difference.max(initial=0.0)) / scale
         if not worst <= _TOLERANCE:
-            raise ExportError(f"{mode}: output {i} differs from torch by {worst:.2g} of its size")
+            raise ExportError(f"{mode}: output {i} differs from torch, relative error {worst:.2g}")
 
 
-def _one_more_row(inputs: Sequence[Any], axes: Axes) -> Sequence[Any]:
-    """Return the inputs with one more row on the axis that the first symbolic one stands for."""
+def _with_extra_row(inputs: Sequence[Any], axes: Axes) -> Sequence[Any]:
+    """Return the inputs with one more row in the first symbolic batch axis."""
     size = next(a[0] for a in axes if 0 in a)
     return tuple(
         torch.cat([x, x[:1]]) if a.get(0) == size else x for x, a in zip(inputs, axes, strict=True)
     )
 
 
+def _check_statistics_updated(module: nn.Module, model: ir.Model, inputs: Sequence[Any]) -> None:
+    """Raise if torch updates running statistics that the model does not update."""
+    norms: dict[str, Any] = {
+        name: submodule
+        for name, submodule in module.named_modules()
+        if isinstance(submodule, BATCH_NORMS)
+        and submodule.training
+        and submodule.running_mean is not None
+    }
+    before = {name: submodule.running_mean.clone() for name, submodule in norms.items()}
+    with torch.no_grad(), restore_statistics(module), _no_dropout(module):
+        module(*copy.deepcopy(tuple(inputs)))
+        changed = [
+            n for n, submodule in norms.items() if not submodule.running_mean.equal(before[n])
+        ]
+    updated = {
+        mean.name
+        for node in nodes(model.graph, "BatchNormalization", subgraphs=True)
+        if (mean := node.inputs[3]) is not None
+        and (mode := node.attributes.get("training_mode")) is not None
+        and mode.as_int()
+    }
+    # A submodule registered under two names has its statistics stored under one of them.
+    missing = [
+        n
+        for n in changed
+        if not any(
+            f"{other}.running_mean" in updated
+            for other, submodule in module.named_modules(remove_duplicate=False)
+            if submodule is norms[n]
+        )
+    ]
+    if missing:
+        raise ExportError(
+            f"training mode: the model does not update the running statistics of "
+            f"{', '.join(missing[:5])}"
+        )
+
+
+def _check_gradients(
+    module: nn.Module,
+    model: ir.Model,
+    inputs: Sequence[Any],
+    names: Sequence[str],
+    initializer_of: dict[str, str],
+) -> None:
+    expected, cotangents, reasons = _torch_gradients(module, inputs, names, initializer_of)
+    if not expected:
+        return
+    feeds = {
+        n: x.detach().cpu().numpy()
+        for n, x in zip(names, inputs, strict=True)
+        if isinstance(x, torch.Tensor)
+    }
+    try:
+        _compare_gradients(model, feeds, expected, cotangents, reasons)
+    except UndifferentiableError:
+        return  # not an export problem: differentiating the model raises the same error
+
+
+def _torch_gradients(
+    module: nn.Module, inputs: Sequence[Any], names: Sequence[str], initializer_of: dict[str, str]
+) -> tuple[dict[str, np.ndarray], list[np.ndarray], set[str]]:
+    """Return torch's gradients, the cotangents used, and the calls that stop or replace gradients.
+
+    The gradients are those of trainable parameters, by initializer, and of differentiable inputs.
+    All are empty if no call stops or replaces gradients.
+    """
+    generator = np.random.default_rng(0)
+    leaves = _fresh_leaves(inputs)
+    with torch.enable_grad(), _DetachRecorder() as recorder:
+        outputs = [y for y in flatten_tensors(module(*leaves)) if y.is_floating_point()]
+    cotangents = [
+        generator.standard_normal(tuple(y.shape)).astype(_numpy_dtype(y)) for y in outputs
+    ]
+    if any(_uses_custom_function(y) for y in outputs):
+        recorder.reasons.add("autograd.Function")
+    if not recorder.reasons:
+        return {}, [], set()
+    wrt = {initializer_of[n]: p for n, p in module.named_parameters() if p.requires_grad}
+    wrt |= {
+        n: x
+        for n, x in zip(names, leaves, strict=True)
+        if isinstance(x, torch.Tensor) and x.requires_grad
+    }
+    differentiable = [(y, s) for y, s in zip(outputs, cotangents, strict=True) if y.requires_grad]
+    gradients = torch.autograd.grad(
+        [y for y, _ in differentiable],
+        list(wrt.values()),
+        [torch.from_numpy(s).to(y) for y, s in differentiable],
+        allow_unused=True,
+    )
+    grads = {
+        n: (torch.zeros_like(p) if g is None else g).detach().cpu().numpy()
+        for (n, p), g in zip(wrt.items(), gradients, strict=True)
+    }
+    return grads, cotangents, recorder.reasons
+
+
+def _compare_gradients(
+    model: ir.Model,
+    feeds: dict[str, np.ndarray],
+    expected: dict[str, np.ndarray],
+    cotangents: Sequence[np.ndarray],
+    reasons: set[str],
+) -> None:
+    """Compare the gradients of the model with those of the module.
+
+    Raises:
+        ExportError: if they differ.
+    """
+    gradient = vjp(model, list(expected))
+    session = runtime.create(gradient.SerializeToString(), threads=1)
+    inputs = [i.name for i in session.get_inputs()]
+    values = {**parameter_values(model, list(expected)), **feeds}
+    # vjp appends one input per cotangent, in the order of the outputs.
+    cotangent_inputs = inputs[len(inputs) - len(cotangents) :]
+    values |= dict(zip(cotangent_inputs, cotangents, strict=True))
+    names = [o.name for o in session.get_outputs()][-len(expected) :]
+    actual = runtime.run(session, names, {n: values[n] for n in inputs})
+    scale = max(float(np.abs(g).max(initial=0.0)) for g in expected.values())
+    for (name, g), h in zip(expected.items(), actual, strict=True):
+        worst = float(np.abs(g - h).max(initial=0.0))
+        if not worst <= _GRADIENT_TOLERANCE * max(scale, 1e-6):
+            raise ExportError(
+                f"the gradient of {name!r} differs from torch: the module uses "
+                f"{' and '.join(sorted(reasons))}, which ONNX cannot express"
+            )
+
+
+class _DetachRecorder(TorchFunctionMode):
+    """Record calls that detach tensors from the autograd graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reasons: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _DETACH_FUNCTIONS:
+            self.reasons.add("detach")
+        elif func is torch._C._set_grad_enabled and args and not args[0]:
+            self.reasons.add("no_grad")
+        return func(*args, **(kwargs or {}))
+
+
+def _uses_custom_function(y: torch.Tensor) -> bool:
+    """Return whether the autograd graph of an output has a custom ``autograd.Function``."""
+    pending, seen = [y.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return True
+        pending += [parent for parent, _ in node.next_functions]
+    return False
+
+
+def _fresh_leaves(inputs: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(
+        x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+        for x in inputs
+    )
+
+
+def _numpy_dtype(y: torch.Tensor) -> Any:
+    return torch.empty((), dtype=y.dtype).numpy().dtype
+
+
 def ignores_parameters(module: nn.Module, inputs: Sequence[Any], names: Sequence[str]) -> bool:
-    """Return whether the forward pass ignores these parameters: NaN in them changes nothing."""
+    """Return whether the outputs do not depend on these parameters: NaN in them changes nothing."""
 
     def outputs() -> list[torch.Tensor]:
         with torch.no_grad(), restore_statistics(module), _no_dropout(module):
@@ -200,7 +339,7 @@ def ignores_parameters(module: nn.Module, inputs: Sequence[Any], names: Sequence
 
     parameters = [module.get_parameter(n) for n in names]
     before = outputs()
-    kept = [p.detach().clone() for p in parameters]
+    saved = [p.detach().clone() for p in parameters]
     try:
         with torch.no_grad():
             for p in parameters:
@@ -208,28 +347,27 @@ def ignores_parameters(module: nn.Module, inputs: Sequence[Any], names: Sequence
         after = outputs()
     finally:
         with torch.no_grad():
-            for p, value in zip(parameters, kept, strict=True):
+            for p, value in zip(parameters, saved, strict=True):
                 p.copy_(value)
     return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def _remove_dropout(model: ir.Model) -> None:
-    keep = [
-        (n, n.attributes["training_mode"])
-        for n in model.graph.all_nodes()
-        if n.op_type == "BatchNormalization" and "training_mode" in n.attributes
-    ]
-    for node, mode in keep:  # hidden from to_evaluation, which would switch them off
-        if mode.as_int():
-            node.attributes["training_mode"] = ir.AttrInt64("training_mode", 0)
-    to_evaluation(model)
-    for node, mode in keep:
-        node.attributes["training_mode"] = mode
+def flatten_tensors(outputs: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested tuples, lists and dicts, in order."""
+    if isinstance(outputs, torch.Tensor):
+        return [outputs]
+    if isinstance(outputs, dict):
+        outputs = list(outputs.values())
+    return (
+        [t for o in outputs for t in flatten_tensors(o)]
+        if isinstance(outputs, list | tuple)
+        else []
+    )
 
 
 @contextlib.contextmanager
 def restore_statistics(module: nn.Module) -> Iterator[None]:
-    """Put running statistics back after forward passes in training mode."""
+    """Restore buffers, such as running statistics, after forward passes in training mode."""
     saved = {name: buffer.clone() for name, buffer in module.named_buffers()}
     try:
         yield
@@ -239,8 +377,23 @@ def restore_statistics(module: nn.Module) -> Iterator[None]:
                 buffer.copy_(saved[name])
 
 
+def _remove_dropout(model: ir.Model) -> None:
+    norms = [
+        (n, n.attributes["training_mode"])
+        for n in model.graph.all_nodes()
+        if n.op_type == "BatchNormalization" and "training_mode" in n.attributes
+    ]
+    # to_evaluation would also switch BatchNormalization to inference: hide its mode meanwhile.
+    for node, mode in norms:
+        if mode.as_int():
+            node.attributes["training_mode"] = ir.AttrInt64("training_mode", 0)
+    to_evaluation(model)
+    for node, mode in norms:
+        node.attributes["training_mode"] = mode
+
+
 class _NoDropout(TorchFunctionMode):
-    """Turns calls of dropout functions into the identity."""
+    """Replace dropout functions with the identity."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _DROPOUT_FUNCTIONS:
@@ -252,18 +405,18 @@ class _NoDropout(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _no_dropout(module: nn.Module) -> Iterator[None]:
-    """Set every drop probability to zero, those of attention and recurrent layers included."""
+    """Set every dropout probability to zero, including those of attention and recurrent layers."""
     saved: list[tuple[nn.Module, str, Any]] = []
-    for part in module.modules():
-        names = ["p"] if isinstance(part, _DROPOUTS) else ["dropout", "dropout_p"]
+    for submodule in module.modules():
+        names = ["p"] if isinstance(submodule, _DROPOUTS) else ["dropout", "dropout_p"]
         for name in names:
-            value = getattr(part, name, None)
+            value = getattr(submodule, name, None)
             if isinstance(value, float):
-                saved.append((part, name, value))
-                setattr(part, name, 0.0)
+                saved.append((submodule, name, value))
+                setattr(submodule, name, 0.0)
     try:
         with _NoDropout():
             yield
     finally:
-        for part, name, value in saved:
-            setattr(part, name, value)
+        for submodule, name, value in saved:
+            setattr(submodule, name, value)

@@ -1,4 +1,4 @@
-"""torch's two exporters, called so that nothing of the module gets lost."""
+"""Call torch's two exporters with the options that preserve the module."""
 
 from __future__ import annotations
 
@@ -18,19 +18,23 @@ from onnxtrain.errors import OnnxTrainError
 from onnxtrain.graph.io import load
 
 Axes = Sequence[Mapping[int, str]]
-"""For each input the axes whose size is symbolic, with the name of the size."""
+"""Symbolic axes of each input: axis -> name of the size."""
 
 
 class ExportError(OnnxTrainError):
-    """torch could not export the module, or not without damage."""
+    """torch cannot export the module, or the export does not match the module."""
 
 
 def dynamo(module: nn.Module, inputs: Sequence[Any], names: Sequence[str], axes: Axes) -> ir.Model:
-    """Export with the modern exporter; ``optimize=False``, or a third of the parameters is gone."""
+    """Export with ``torch.export``.
+
+    ``optimize=False``: the exporter's optimizer merges and folds parameters.
+    """
     options: dict[str, Any] = {}
     if any(axes):
-        wanted = tuple(dict(a) or None for a in axes)
-        options["dynamic_shapes"] = (wanted,) if _has_var_positional(module) else wanted
+        shapes = tuple(dict(a) or None for a in axes)
+        # torch.export wants the shapes of *args as one nested tuple.
+        options["dynamic_shapes"] = (shapes,) if _has_var_positional(module) else shapes
     with suppress_output():
         program = torch.onnx.export(
             module,
@@ -55,16 +59,16 @@ def legacy(module: nn.Module, inputs: Sequence[Any], names: Sequence[str], axes:
     """Export with the tracing exporter, without constant folding."""
     buffer = io.BytesIO()
     mode = torch.onnx.TrainingMode
-    named = {n: dict(a) for n, a in zip(names, axes, strict=True) if a}
+    dynamic_axes = {n: dict(a) for n, a in zip(names, axes, strict=True) if a}
     with suppress_output():
         torch.onnx.export(
             module,
             tuple(inputs),
-            buffer,  # pyright: ignore[reportArgumentType] - torch's annotation forgets file objects
+            buffer,  # pyright: ignore[reportArgumentType] - the annotation lacks file objects
             dynamo=False,
             training=mode.PRESERVE,
             do_constant_folding=False,
-            dynamic_axes=named or None,
+            dynamic_axes=dynamic_axes or None,
             input_names=list(names),
         )
     return load(buffer.getvalue())
@@ -72,8 +76,8 @@ def legacy(module: nn.Module, inputs: Sequence[Any], names: Sequence[str], axes:
 
 @contextlib.contextmanager
 def suppress_output() -> Iterator[None]:
-    """Hold back warnings, log lines and prints of the exporters."""
-    threshold = logging.root.manager.disable
+    """Suppress warnings, log messages and prints of the exporters."""
+    level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with (
@@ -84,4 +88,4 @@ def suppress_output() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(threshold)
+        logging.disable(level)

@@ -1,4 +1,4 @@
-"""Gradient and optimizer graphs of a torch module, as single files for any runtime."""
+"""Export the gradient graph and the optimizer step of a torch module as single ONNX files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from onnxtrain.torch.export import from_torch, last_report
 
 
 class _WithLoss(nn.Module):
-    """A module with its loss, so that one export has both."""
+    """A module and its loss function in one forward pass, for a single export."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., torch.Tensor]) -> None:
         super().__init__()
@@ -49,42 +49,42 @@ def export_gradient_graph(
     gradient_graph_path: str | os.PathLike[str],
     opset_version: int = OPSET,
 ) -> None:
-    """Write a model that computes output, loss and the gradient of every parameter.
+    """Write a model that computes the output, the loss and the gradient of every parameter.
 
-    Its inputs are ``input``, ``labels`` and the module's parameters by name, in module order; its
-    outputs ``output``, ``loss`` and ``<parameter>_grad`` in the same order. The batch is symbolic.
+    Its inputs are ``input``, ``labels`` and the parameters by name, in module order. Its outputs
+    are ``output``, ``loss`` and ``<parameter>_grad``, in the same order. The batch is symbolic.
 
     Args:
         model: any module with one input and one output.
-        loss_fn: of (output, labels), a scalar.
-        example_input: for the export.
-        example_labels: for the export.
-        gradient_graph_path: where to write.
-        opset_version: of the file. The graph is made in opset 21; for another one
-            :func:`onnxtrain.lower` rewrites it, and compares both on random values.
+        loss_fn: a function of (output, labels) that returns a scalar.
+        example_input: an example input for the export.
+        example_labels: example labels for the export.
+        gradient_graph_path: the file to write.
+        opset_version: opset of the file. The graph is built in opset 21; :func:`onnxtrain.lower`
+            rewrites it for another one and compares both on random values.
 
     Raises:
-        ExportError: if no exporter gives a model that equals the module.
-        LoweringError: if a node cannot be expressed in the opset; it names them all.
+        ExportError: if no exporter produces a model that matches the module.
+        LoweringError: if nodes cannot be expressed in the opset; names all of them.
     """
     _check_opset(opset_version)
     exported = from_torch(
         _WithLoss(model, loss_fn), (example_input, example_labels), train=model.training
     )
     prefix = "model."
-    stored = {
-        name.removeprefix(prefix): at
-        for name, at in last_report(exported).names.items()
+    initializer_of = {
+        name.removeprefix(prefix): initializer
+        for name, initializer in last_report(exported).names.items()
         if name.startswith(prefix)
     }
     work = load_normalized(exported)
     graph = work.graph
-    parameters = [graph.initializers[stored[n]] for n, _ in model.named_parameters()]
-    made = GradientModel(work)
-    made.lift(parameters)
-    op = made.op
+    parameters = [graph.initializers[initializer_of[n]] for n, _ in model.named_parameters()]
+    gradient = GradientModel(work)
+    gradient.lift(parameters)
+    op = gradient.op
     output, loss = graph.outputs[0], graph.outputs[1]
-    grads = made.differentiate({loss: op.const(1.0, loss.dtype)}, parameters)
+    grads = gradient.differentiate({loss: op.const(1.0, loss.dtype)}, parameters)
     for x, (name, _) in zip(parameters, model.named_parameters(), strict=True):
         x.name = name
     _rename(op, output, "output")
@@ -97,13 +97,13 @@ def export_gradient_graph(
         out = op.Identity(op.zeros_like(x) if g is None else g)
         out.name, out.type, out.shape = f"{name}_grad", x.type, x.shape
         graph.outputs.append(out)
-    save(_lower_to_opset(made.finish(), opset_version), gradient_graph_path)
+    save(_lower_to_opset(gradient.finish(), opset_version), gradient_graph_path)
 
 
 def _check_opset(opset: int) -> None:
-    """Refuse what can never be, before seconds go into the export."""
+    """Raise for an unknown opset before the export, which takes seconds."""
     if not OLDEST <= opset <= NEWEST:
-        raise LoweringError(f"no such opset: {opset}\nhint: one of {OLDEST} to {NEWEST}")
+        raise LoweringError(f"unknown opset: {opset} (expected {OLDEST} to {NEWEST})")
 
 
 def _lower_to_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
@@ -125,20 +125,21 @@ def export_optimizer_graph(
     path: str | os.PathLike[str] | None = None,
     opset_version: int = OPSET,
 ) -> onnx.ModelProto:
-    """Return a model of one optimizer step, with functional state; write it if a path is given.
+    """Return a model of one optimizer step; write it if a path is given.
 
-    For each parameter ``p`` the inputs are ``p``, ``p.gradient``, ``p.learning_rate`` (float32[1]),
-    ``p.step`` (int64[1]) and its state, as ``p.exp_avg``; the outputs are ``p.out``, ``p.step.out``
-    and the new state, as ``p.exp_avg.out``.
+    The model has no state of its own. For each parameter ``p``, its inputs are ``p``,
+    ``p.gradient``, ``p.learning_rate`` (float32[1]), ``p.step`` (int64[1]) and the optimizer state,
+    such as ``p.exp_avg``. Its outputs are ``p.out``, ``p.step.out`` and the new state, such as
+    ``p.exp_avg.out``.
 
     Args:
-        named_params: names and values, as of ``module.named_parameters()``; only shapes are read.
+        named_params: names and tensors, as from ``module.named_parameters()``; reads shapes only.
         optimizer: a name or an :class:`onnxtrain.optim.Optimizer`.
-        path: where to write.
+        path: the file to write.
         opset_version: as in :func:`export_gradient_graph`.
 
     Raises:
-        LoweringError: if a node cannot be expressed in the opset.
+        LoweringError: if nodes cannot be expressed in the opset.
     """
     _check_opset(opset_version)
     chosen = resolve_optimizer(optimizer)

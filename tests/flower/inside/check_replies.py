@@ -1,4 +1,4 @@
-"""Bad replies are refused by name, and the round goes on without them."""
+"""Invalid replies are rejected by name; the round continues without them."""
 
 from __future__ import annotations
 
@@ -85,24 +85,24 @@ def bad_loss(arrays: dict[str, Array], metrics: dict[str, Any]) -> None:
 
 BAD = {
     nan: "'fc2.bias' has values that are infinite or NaN",
-    wrong_shape: "'fc2.bias' is float32[4], not float32[3]",
-    scalar: "'fc2.bias' is float32[], not float32[3]",
-    wrong_type: "'fc2.bias' is float64[3], not float32[3]",
-    missing: "no array 'fc2.bias'",
-    foreign: "an unknown array 'evil'",
+    wrong_shape: "'fc2.bias' is float32[4], expected float32[3]",
+    scalar: "'fc2.bias' is float32[], expected float32[3]",
+    wrong_type: "'fc2.bias' is float64[3], expected float32[3]",
+    missing: "missing array 'fc2.bias'",
+    foreign: "unknown array 'evil'",
     huge: "'fc2.bias' has 4,194,432 bytes, more than",
-    announced_wrongly: "'fc2.bias' holds float32[5]",
+    announced_wrongly: "'fc2.bias' contains float32[5]",
     no_file: "'fc2.bias' cannot be read",
     far: "its update has norm 1.7",
     heavy: "'num-examples' is 1000000000000",
     negative: "'num-examples' is -5",
-    no_weight: "no metric 'num-examples'",
+    no_weight: "missing metric 'num-examples'",
     bad_loss: "metric 'loss' is inf",
 }
 
 
 @pytest.mark.parametrize("change", BAD, ids=lambda change: change.__name__)
-def test_a_bad_client_is_refused_by_name(change: Any) -> None:
+def test_an_invalid_reply_is_rejected_by_name(change: Any) -> None:
     artifacts = built()
 
     def spoil(node: int, reply: Message) -> Message:
@@ -126,7 +126,7 @@ def test_a_round_without_a_good_reply_changes_nothing(tmp_path: Path) -> None:
     assert found.arrays is None or len(found.arrays) == 0
 
 
-def test_who_does_not_answer_is_named(tmp_path: Path) -> None:
+def test_nodes_that_do_not_answer_are_reported(tmp_path: Path) -> None:
     artifacts, report = built(), tmp_path / "rounds.jsonl"
 
     def spoil(node: int, reply: Message) -> Message | None:
@@ -156,7 +156,7 @@ def test_metrics_of_one_client_alone_are_left_out() -> None:
     assert "mine" not in result.evaluate_metrics_clientapp[1]
 
 
-def test_a_bad_evaluation_is_refused() -> None:
+def test_an_invalid_evaluation_is_rejected() -> None:
     def spoil(node: int, reply: Message) -> Message:
         evaluated = "arrays" not in reply.content
         return changed(reply, bad_loss) if node == 1 and evaluated else reply

@@ -26,7 +26,7 @@ import random
 from pathlib import Path
 
 from onnxtrain.flower import client_app
-from federated import places
+from federated import settings
 
 dying = False
 
@@ -43,7 +43,7 @@ def dies_once(message, context, call_next):
 
 
 def data(context):
-    rows = places.data(context)
+    rows = settings.data(context)
     return Dying(rows, random.Random(str(context.node_id)).randint(0, 3)) if dying else rows
 
 
@@ -59,7 +59,7 @@ class Dying:
         raise RuntimeError("killed")
 
 
-app = client_app(places.artifacts, data, mods=[dies_once])
+app = client_app(settings.artifacts, data, mods=[dies_once])
 '''
 
 

@@ -30,7 +30,7 @@ import os
 import numpy as np
 from flwr.serverapp.strategy import FedAvg
 from onnxtrain.flower import server_app
-from federated.places import artifacts
+from federated.settings import artifacts
 
 
 class Recorded(FedAvg):
