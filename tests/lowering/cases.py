@@ -1,4 +1,4 @@
-"""One case or more for every operator that has a lowering."""
+"""Cases for every operator that has a lowering."""
 
 from __future__ import annotations
 

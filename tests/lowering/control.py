@@ -1,4 +1,4 @@
-"""Cases of control flow, of randomness that is off, and of what is known beforehand."""
+"""Cases of control flow, inactive dropout, and nodes with constant inputs."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ _FLOAT, _INT64, _BOOL = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.BOOL
 
 
 def _branch(op_type: str, name: str):
-    """A graph that computes one operator of the input around it."""
+    """Return a function that builds a branch of one operator."""
 
-    def made() -> ir.Graph:
+    def build() -> ir.Graph:
         x = ir.val("inner", _FLOAT, [2, 3])
         start = ir.node("Constant", [], {"value": ir.tensor(_TABLE, name="t")}, outputs=[x])
         node = ir.node(op_type, [x], outputs=[ir.val(f"{name}_y", _FLOAT, [2, 3])])
         return ir.Graph([], node.outputs, nodes=[start, node], name=name)
 
-    return made
+    return build
 
 
 _TABLE = np.asarray([[-1, 2, -3], [4, np.inf, 6]], np.float32)
 
 
 def _scan_body() -> ir.Graph:
-    """state, x -> state + x, 2 state."""
+    """Return a body (state, x) -> (state + x, 2 state)."""
     state, x = ir.val("s", _FLOAT, [3]), ir.val("x", _FLOAT, [3])
     total = ir.node("Add", [state, x], outputs=[ir.val("t", _FLOAT, [3])])
     twice = ir.node("Add", [state, state], outputs=[ir.val("u", _FLOAT, [3])])
@@ -35,7 +35,7 @@ def _scan_body() -> ir.Graph:
 
 
 def _loop_body() -> ir.Graph:
-    """i, c, state -> c, 2 state, state."""
+    """Return a body (i, c, state) -> (c, 2 state, state)."""
     i, go, state = ir.val("i", _INT64, []), ir.val("c", _BOOL, []), ir.val("s", _FLOAT, [3])
     flag = ir.node("Identity", [go], outputs=[ir.val("on", _BOOL, [])])
     twice = ir.node("Add", [state, state], outputs=[ir.val("t", _FLOAT, [3])])
@@ -45,7 +45,7 @@ def _loop_body() -> ir.Graph:
 
 
 def _while_body() -> ir.Graph:
-    """i, c, k, state -> k + 1 < 3, k + 1, 2 state."""
+    """Return a body (i, c, k, state) -> (k + 1 < 3, k + 1, 2 state)."""
     i, go = ir.val("i", _INT64, []), ir.val("c", _BOOL, [])
     k, state = ir.val("k", _INT64, []), ir.val("s", _FLOAT, [3])
     numbers = [ir.val(n, _INT64, []) for n in ("one", "three")]

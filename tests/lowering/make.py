@@ -1,4 +1,4 @@
-"""Arrays for the cases, from one seeded stream."""
+"""Random arrays for the cases, from one seeded generator."""
 
 from __future__ import annotations
 

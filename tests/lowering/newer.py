@@ -1,4 +1,4 @@
-"""Cases of operators that are newer than the working opset."""
+"""Cases of operators newer than the working opset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The zoo in real onnxjs 0.1.8: lowered and un-lowered models, all in one Node process."""
+"""Run the zoo in onnxjs 0.1.8: lowered and original models, all in one Node process."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _TYPES = {"f": "float32", "i": "int32", "b": "bool"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What onnxjs makes of one model: ``right``, ``wrong``, ``refused`` or ``not lowered``."""
+    """Outcome of one model in onnxjs: ``right``, ``wrong``, ``refused`` or ``not lowered``."""
 
     status: str
     note: str = ""
     nodes: int = 0
 
 
-def why_not() -> str:
-    """Why onnxjs cannot be run here, nothing if it can."""
+def why_unavailable() -> str:
+    """Return why onnxjs cannot run here, or an empty string if it can."""
     if not shutil.which("node"):
         return "node is not installed"
     installed = (FOLDER / "node_modules" / "onnxjs").is_dir()
@@ -45,7 +45,7 @@ def why_not() -> str:
 def in_onnxjs(
     names: Iterable[str], folder: Path, *, verify: bool = False
 ) -> dict[str, tuple[Outcome, Outcome]]:
-    """Lower models for batch 1 and run them; return the outcome of the original and the lowered."""
+    """Lower models for batch 1 and run them; return the outcomes (original, lowered)."""
     jobs: list[dict[str, Any]] = []
     expected: dict[str, list[np.ndarray]] = {}
     lowered: dict[str, Outcome] = {}
@@ -57,25 +57,25 @@ def in_onnxjs(
         inputs = [_tensor(v) for v in values]
         jobs.append(_job(folder / f"{name}.onnx", model, inputs))
         try:
-            small = lower(model, PROFILE, dims=batch_of_one(model), verify=verify)
+            lowered_model = lower(model, PROFILE, dims=batch_of_one(model), verify=verify)
         except OnnxTrainError as error:
             lowered[name] = Outcome("not lowered", str(error))
             continue
-        lowered[name] = Outcome("", nodes=len(small.graph.node))
-        jobs.append(_job(folder / f"{name}-lowered.onnx", small, inputs))
+        lowered[name] = Outcome("", nodes=len(lowered_model.graph.node))
+        jobs.append(_job(folder / f"{name}-lowered.onnx", lowered_model, inputs))
     answers = iter(_run(jobs, folder / "jobs.json"))
     outcomes = {}
     for name, outputs in expected.items():
-        first = _outcome(next(answers), outputs)
-        second = lowered[name]
-        if not second.status:
-            second = _outcome(next(answers), outputs, second.nodes)
-        outcomes[name] = (first, second)
+        original = _outcome(next(answers), outputs)
+        outcome = lowered[name]
+        if not outcome.status:
+            outcome = _outcome(next(answers), outputs, outcome.nodes)
+        outcomes[name] = (original, outcome)
     return outcomes
 
 
 def batch_of_one(model) -> dict[str, int]:
-    """1 for each symbolic size of the inputs."""
+    """Return size 1 for each symbolic dimension of the inputs."""
     dims = (d for x in model.graph.input for d in x.type.tensor_type.shape.dim)
     return {d.dim_param: 1 for d in dims if d.dim_param}
 
@@ -90,17 +90,17 @@ def _job(path: Path, model, inputs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"model": str(path), "inputs": inputs}
 
 
-def _run(jobs: list[dict[str, Any]], listing: Path) -> list[dict[str, Any]]:
-    listing.write_text(json.dumps(jobs))
-    done = subprocess.run(
-        ["node", FOLDER / "run.cjs", listing, "cpu"],
+def _run(jobs: list[dict[str, Any]], job_file: Path) -> list[dict[str, Any]]:
+    job_file.write_text(json.dumps(jobs))
+    process = subprocess.run(
+        ["node", FOLDER / "run.cjs", job_file, "cpu"],
         capture_output=True,
         text=True,
         check=True,
         timeout=1200,
         env={**os.environ, "NODE_PATH": str(FOLDER / "node_modules")},
     )
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
 
 
 def _outcome(answer: dict[str, Any], expected: list[np.ndarray], nodes: int = 0) -> Outcome:

@@ -1,7 +1,7 @@
-"""The zoo in tract and OpenCV: ``python -m tests.lowering.other_runtimes tract --python PYTHON``.
+"""Run the zoo in tract or OpenCV: ``python -m tests.lowering.other_runtimes RUNTIME``.
 
-Models are lowered for batch 1 to the runtime's profile, and run there by the runner of
-``onnxtrain probe``; the Python given has the runtime. Un-lowered models are run beside them.
+Lowers each model for batch 1 to the runtime's profile. The runner of ``onnxtrain probe`` runs the
+original and the lowered model with the given Python interpreter, which has the runtime.
 """
 
 from __future__ import annotations
@@ -33,72 +33,72 @@ PROFILES = {"tract": "tract-0.23.9", "opencv": "opencv-5.0.0"}
 def outcomes(
     runtime: str, python: str, names: list[str], folder: Path
 ) -> dict[str, tuple[str, str]]:
-    """What becomes of each model: as it is, and lowered."""
+    """Return the outcomes of each model: (original, lowered)."""
     (folder / "models").mkdir()
     nodes: list[dict[str, Any]] = []
-    failed = {}
+    lowering_errors = {}
     for name in names:
         entry = ZOO[name]
         model = export(entry).model
         feeds = dict(zip(input_names(entry), (x.numpy() for x in entry.inputs(1)), strict=True))
         expected = run(model, feeds)
-        nodes.append(_entry(folder, name, "as it is", model, feeds, expected))
+        nodes.append(_entry(folder, name, "original", model, feeds, expected))
         try:
-            small = lower(model, PROFILES[runtime], dims=batch_of_one(model), verify=False)
+            lowered = lower(model, PROFILES[runtime], dims=batch_of_one(model), verify=False)
         except OnnxTrainError as error:
-            failed[name] = "not lowered: " + " / ".join(str(error).splitlines()[:3])
+            lowering_errors[name] = "not lowered: " + " / ".join(str(error).splitlines()[:3])
             continue
-        nodes.append(_entry(folder, name, "lowered", small, feeds, expected))
-    listing = {"format": FORMAT, "onnx": onnx.__version__, "opsets": [], "nodes": nodes}
-    (folder / "pack.json").write_text(json.dumps(listing))
+        nodes.append(_entry(folder, name, "lowered", lowered, feeds, expected))
+    manifest = {"format": FORMAT, "onnx": onnx.__version__, "opsets": [], "nodes": nodes}
+    (folder / "pack.json").write_text(json.dumps(manifest))
     run_pack(folder, runtime, folder / "results.json", python=python)
     results = read_results(folder / "results.json")["results"]
     pairs = {}
     for name in names:
-        before, after = (results.get(f"{name} {how}") for how in ("as it is", "lowered"))
-        pairs[name] = (_words(before), failed.get(name) or _words(after))
+        before, after = (results.get(f"{name} {kind}") for kind in ("original", "lowered"))
+        pairs[name] = (_describe(before), lowering_errors.get(name) or _describe(after))
     return pairs
 
 
 def _entry(
     folder: Path,
     name: str,
-    how: str,
+    kind: str,
     model: onnx.ModelProto,
     feeds: dict[str, np.ndarray],
     expected: list[np.ndarray],
 ) -> dict[str, Any]:
-    file = f"models/{name} {how}.onnx"
+    file = f"models/{name} {kind}.onnx"
     (folder / file).write_bytes(model.SerializeToString())
     outputs = zip((y.name for y in model.graph.output), expected, strict=True)
-    read = {x.name for x in model.graph.input}
+    inputs = {x.name for x in model.graph.input}
     return {
-        "id": f"{name} {how}",
+        "id": f"{name} {kind}",
         "file": file,
-        "inputs": [_tensor(k, v) for k, v in feeds.items() if k in read],
+        "inputs": [_tensor(k, v) for k, v in feeds.items() if k in inputs],
         "outputs": [_tensor(k, v) for k, v in outputs],
     }
 
 
-def _words(result: dict[str, Any] | None) -> str:
+def _describe(result: dict[str, Any] | None) -> str:
     assert result is not None
     return f"{result['status']}: {result['message']}" if "message" in result else result["status"]
 
 
 def main(arguments: list[str]) -> int:
-    """Print what becomes of each model, and the counts; 1 if a lowered one is wrong."""
+    """Print the outcome of each model and the counts; return 1 if a lowered model is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.lowering.other_runtimes")
     parser.add_argument("runtime", choices=sorted(PROFILES))
     parser.add_argument("names", nargs="*", metavar="NAME", help="models (default: all)")
-    parser.add_argument("--python", default=sys.executable, help="that has the runtime")
+    parser.add_argument("--python", default=sys.executable, help="interpreter that has the runtime")
     options = parser.parse_args(arguments)
     names = options.names or list(ZOO)
     with tempfile.TemporaryDirectory() as folder:
         pairs = outcomes(options.runtime, options.python, names, Path(folder))
     for name, (before, after) in pairs.items():
         print(f"{name:26} {before[:60]:60} {after[:200]}")
-    for i, how in enumerate(("as it is", "lowered")):
-        print(how, dict(Counter(pair[i].partition(":")[0] for pair in pairs.values())))
+    for i, kind in enumerate(("original", "lowered")):
+        print(kind, dict(Counter(pair[i].partition(":")[0] for pair in pairs.values())))
     return int(any(after.startswith("wrong") for _, after in pairs.values()))
 
 

@@ -1,4 +1,4 @@
-"""Models of one node, and runtimes that lack one operator."""
+"""Single-node models, and profiles of runtimes that lack one operator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Const:
 
 @dataclass(frozen=True)
 class Case:
-    """One node: its inputs are arrays (fed), ``Const`` (stored) or ``None`` (left out)."""
+    """One node. Its inputs are arrays (fed), ``Const`` (stored) or ``None`` (omitted)."""
 
     op: str
     inputs: tuple[Any, ...]
@@ -34,18 +34,18 @@ class Case:
     id: str = ""
     outputs: int = 1
     dynamic: bool = True
-    """Whether the first axis of the inputs also is lowered as a symbol."""
+    """Whether the node is also lowered with a symbolic first axis."""
     refused: tuple[int, ...] = ()
-    """Opsets at which no lowering is exact, in a runtime that lacks the operator."""
+    """Opsets without an exact lowering, in a runtime that lacks the operator."""
     refused_symbolic: tuple[int, ...] = ()
-    """The same where the first axis is a symbol; of 7 and 13."""
+    """The same with a symbolic first axis; among 7 and 13."""
     refused_plain: tuple[int, ...] = ()
-    """Opsets that cannot say the same with all that they have; of 7, 9 and 11."""
+    """Opsets without an exact lowering even with all their operators; among 7, 9 and 11."""
     tol: float = 1e-5
     since: int = 21
-    """The opset that the node is written in."""
+    """Opset of the node."""
     limits: Mapping[str, Mapping[str, Any]] | None = None
-    """What the runtime's profile says of some operators; ``None``: it lacks this one."""
+    """Profile entries of some operators; ``None``: the profile lacks this operator."""
     also_lacks: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class Case:
 
 
 def model_of(case: Case, *, symbolic: bool = False) -> onnx.ModelProto:
-    """The node as a model at its opset."""
+    """Return a model of the node at its opset."""
     values, inputs, stored = [], [], []
     for i, x in enumerate(case.inputs):
         if x is None:
@@ -76,8 +76,8 @@ def model_of(case: Case, *, symbolic: bool = False) -> onnx.ModelProto:
             value = ir.val(f"x{i}", ir.DataType.from_numpy(array.dtype), dims)
             inputs.append(value)
         values.append(value)
-    given = {k: v() if callable(v) else v for k, v in case.attrs.items()}
-    attributes = ir.convenience.convert_attributes(given)
+    attrs = {k: v() if callable(v) else v for k, v in case.attrs.items()}
+    attributes = ir.convenience.convert_attributes(attrs)
     node = ir.Node("", case.op, values, attributes, num_outputs=case.outputs, name="node")
     for i, y in enumerate(node.outputs):
         y.name = f"y{i}"
@@ -102,7 +102,7 @@ def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
     batch_first = any(a.name == "layout" and a.i for n in model.graph.node for a in n.attribute)
-    if batch_first:  # onnxruntime has it in its schema only
+    if batch_first:  # onnxruntime's kernels do not support layout=1
         return ReferenceEvaluator(model).run(None, feeds)
     try:
         session = onnxruntime.InferenceSession(
@@ -114,22 +114,22 @@ def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray
 
 
 def everything_but(*op_types: str, **limits: Mapping[str, Any]) -> Profile:
-    """A runtime that has every operator except some, others with limits."""
-    every = {s.name for s in onnx.defs.get_all_schemas_with_history() if s.domain == ""}
+    """Return the profile of a runtime with every operator except some, others with limits."""
+    known = {s.name for s in onnx.defs.get_all_schemas_with_history() if s.domain == ""}
     return Profile(
         name=f"without {', '.join(op_types)}",
-        ops={**{o: {} for o in every - set(op_types)}, **limits},
+        ops={**{o: {} for o in known - set(op_types)}, **limits},
     )
 
 
 def lacking(case: Case) -> Profile:
-    """The runtime in which a case has to be lowered."""
-    own = (case.op,) if case.limits is None else ()
-    return everything_but(*own, *case.also_lacks, **(case.limits or {}))
+    """Return the profile of a runtime in which the case must be lowered."""
+    lacks = (case.op,) if case.limits is None else ()
+    return everything_but(*lacks, *case.also_lacks, **(case.limits or {}))
 
 
 def only(*op_types: str) -> Profile:
-    """A runtime that has some operators only."""
+    """Return the profile of a runtime with only these operators."""
     return Profile(name="tiny", ops={o: {} for o in op_types})
 
 

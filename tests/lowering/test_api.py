@@ -1,4 +1,4 @@
-"""``onnxtrain.lower``: what it keeps, what it refuses, and what it says."""
+"""``onnxtrain.lower``: names and opsets of its result, refusals, and verification."""
 
 import json
 
@@ -25,14 +25,14 @@ NORM = Case("InstanceNormalization", (f(2, 3, 4, 5), w(3), w(3)))
 LOOP = Case("NonZero", (f(2, 3),))
 
 
-def test_weights_keep_their_names_and_old_ir_lists_them_as_inputs():
+def test_weights_keep_their_names_and_are_inputs_in_ir_3():
     lowered = lower(
         model_of(NORM), only("ReduceMean", "Sub", "Mul", "Add", "Sqrt", "Div", "Reshape"), opset=7
     )
     assert {"c1", "c2"} <= {x.name for x in lowered.graph.initializer}
     assert lowered.ir_version == 3
-    listed = {x.name for x in lowered.graph.input}
-    assert {x.name for x in lowered.graph.initializer} <= listed
+    inputs = {x.name for x in lowered.graph.input}
+    assert {x.name for x in lowered.graph.initializer} <= inputs
     assert [y.name for y in lowered.graph.output] == ["y0"]
     np.testing.assert_allclose(
         run(lowered, feeds_of(NORM))[0], run(model_of(NORM), feeds_of(NORM))[0], atol=1e-5
@@ -46,7 +46,7 @@ def test_every_opset(opset: int):
     onnx.checker.check_model(lowered)
 
 
-def test_impossible_lowering_names_nodes_and_reasons():
+def test_error_lists_nodes_without_a_lowering():
     with pytest.raises(LoweringError, match="1 node\\(s\\) cannot be lowered to opset 7") as caught:
         lower(model_of(LOOP), opset=7)
     assert "node 'node': NonZero(x0: FLOAT[2,3])" in str(caught.value)
@@ -63,22 +63,22 @@ def test_impossible_lowering_names_nodes_and_reasons():
         ({}, "lower needs opset= or profile="),
     ],
 )
-def test_bad_requests(arguments, first_line: str):
+def test_invalid_arguments(arguments, first_line: str):
     kind = ProfileError if "unknown profile" in first_line else LoweringError
     with pytest.raises(kind) as caught:
         lower(model_of(NORM), **arguments)
     assert str(caught.value).splitlines()[0].startswith(first_line)
 
 
-def test_a_wrong_lowering_is_found_and_named(monkeypatch):
-    """With an InstanceNormalization that does nothing, and no model as the result."""
+def test_a_wrong_lowering_fails_verification(monkeypatch):
+    """The wrong InstanceNormalization is the identity; ``lower`` raises and returns no model."""
     wrong = Expansion(lambda op, x, scale, bias, *, epsilon: op.Mul(x, 1.0), LOWERING)
     monkeypatch.setitem(EXPANSIONS, "InstanceNormalization", [wrong])
     with pytest.raises(VerificationError, match="differs from the original: tensor 'y0' is off by"):
         lower(model_of(NORM), everything_but("InstanceNormalization"), opset=17)
 
 
-def test_compare_finds_the_first_tensor():
+def test_compare_reports_the_first_tensor_that_differs():
     a = model_of(Case("Mul", (f(2, 3), w(3))))
     b = onnx.ModelProto()
     b.CopyFrom(a)
@@ -95,14 +95,14 @@ def _right_for_two_rows(op, x):
 
 
 def test_several_shapes_are_compared(monkeypatch):
-    """A lowering that is right for two rows only is found."""
+    """Verification detects a lowering that is right for two rows only."""
     model = model_of(Case("Neg", (np.abs(f(2, 3)),)), symbolic=True)
     monkeypatch.setitem(EXPANSIONS, "Neg", [Expansion(_right_for_two_rows, LOWERING)])
     with pytest.raises(VerificationError, match=r"inputs of shape x0 \[3, 3\]"):
         lower(model, everything_but("Neg"), opset=17)
 
 
-def test_reference_evaluator_where_onnxruntime_is_missing(monkeypatch):
+def test_verification_without_onnxruntime_uses_the_reference_evaluator(monkeypatch):
     def missing(*_, **__):
         raise MissingExtraError("onnxruntime is not installed")
 
@@ -115,14 +115,14 @@ def test_reference_evaluator_where_onnxruntime_is_missing(monkeypatch):
     assert verified_on(lower(model, opset=13, verify=False)) is None
 
 
-def test_dims_become_numbers():
+def test_dims_replaces_symbolic_sizes():
     model = model_of(Case("Relu", (f(2, 3),)), symbolic=True)
     lowered = lower(model, opset=13, dims={"n": 5})
     assert lowered.graph.input[0].type.tensor_type.shape.dim[0].dim_value == 5
 
 
 @pytest.mark.parametrize("name", profile_names())
-def test_profiles_are_sound(name: str):
+def test_profiles_are_valid(name: str):
     profile = profiles.find(name)
     assert profile.name == name
     assert profile.opset[0] <= profile.prefer <= profile.opset[1]
@@ -130,7 +130,7 @@ def test_profiles_are_sound(name: str):
     assert set(profile.ops) <= known
 
 
-def test_check_names_the_nodes():
+def test_unsupported_nodes_are_listed():
     reported = unsupported_nodes(
         load(model_of(Case("Gelu", (f(2, 3),)))), profiles.find("onnxjs-0.1.8-cpu")
     )
@@ -138,7 +138,7 @@ def test_check_names_the_nodes():
     assert any("opset 21" in p.why for p in reported)
 
 
-def test_bad_profile_file():
+def test_unknown_keys_in_a_profile_are_refused():
     with pytest.raises(ProfileError, match="not a profile: unknown keys: opps"):
         profiles.parse({"name": "x", "opps": {}})
 
@@ -182,7 +182,7 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     assert not missing.exists()
 
 
-def test_lowered_model_is_a_model_again():
+def test_lower_returns_a_model_proto():
     lowered = lower(model_of(NORM), "opset-9")
     assert isinstance(lowered, onnx.ModelProto)
     assert ir.from_proto(lowered).opset_imports[""] == 9

@@ -1,4 +1,4 @@
-"""Comparisons and selections in a runtime that has neither, nor Cast; exact for every float."""
+"""Comparisons and Where in a runtime without them and without Cast; exact for every float."""
 
 import numpy as np
 import onnx
@@ -60,18 +60,18 @@ def model(mask, dtype: ir.DataType, count: int) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("opset", OPSETS)
 @pytest.mark.parametrize("name", MASKS)
-def test_of_floats(name: str, opset: int):
+def test_float_comparisons(name: str, opset: int):
     _same(name, FLOAT, PAIRS, opset)
 
 
 @pytest.mark.parametrize("opset", OPSETS)
 @pytest.mark.parametrize("name", MASKS)
-def test_of_integers(name: str, opset: int):
+def test_integer_comparisons(name: str, opset: int):
     _same(name, INT64, WHOLE, opset)
 
 
 @pytest.mark.parametrize("kind", ["IsNaN", "IsInf"])
-def test_of_no_numbers(kind: str):
+def test_is_nan_and_is_inf(kind: str):
     _same(kind, FLOAT, PAIRS, 7, lambda op, a, b: op.emit(kind, a))
 
 

@@ -1,4 +1,4 @@
-"""What is too large to be run or folded is refused by name, at once."""
+"""Models that are too large to run or to fold are refused quickly, with the node's name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.soon import is_soon
 HEAD = '<ir_version: 8, opset_import: ["": 17]> g'
 TOO_LARGE = {
     "inputs": "(float[60000, 6000] x) => (float[a, b] y) { y = Relu(x) }",
-    "no such memory": f"(float[{2**61}, 6] x) => (float[a, b] y) {{ y = Relu(x) }}",
+    "more than the address space": f"(float[{2**61}, 6] x) => (float[a, b] y) {{ y = Relu(x) }}",
     "a loop": """(float[2] x) => (float[2] y)
         <int64 n = {1000000000}, bool c = {1}> {
         y = Loop(n, c, x) <body = b (int64 i, bool p, float[2] u) => (bool q, float[2] v) {
@@ -46,16 +46,16 @@ TOO_LARGE = {
 def test_too_large_to_be_verified(name: str):
     model = onnx.parser.parse_model(HEAD + TOO_LARGE[name])
 
-    def both_ways() -> None:
+    def lower_with_and_without_verify() -> None:
         with pytest.raises(VerificationError, match=r"too large to verify[\s\S]*verify=False"):
             onnxtrain.lower(model, opset=14)
         onnxtrain.lower(model, opset=18, verify=False)
 
-    assert is_soon(both_ways)
+    assert is_soon(lower_with_and_without_verify)
 
 
-def test_a_recurrence_without_sequences_is_not_run():
-    """onnxruntime would end the process."""
+def test_an_lstm_with_an_empty_batch_is_not_run():
+    """onnxruntime crashes the process on it."""
     text = """(float[3, 0, 1] x) => (float[a, b, c, d] y)
         <float[1, 4, 1] w = {1, 2, 3, 4}, float[1, 4, 1] r = {1, 2, 3, 4}> {
         y = LSTM<hidden_size = 1>(x, w, r) }"""
@@ -63,7 +63,7 @@ def test_a_recurrence_without_sequences_is_not_run():
         onnxtrain.lower(onnx.parser.parse_model(HEAD + text), opset=14)
 
 
-def test_a_column_of_very_many_ones_is_not_made():
+def test_vjp_creates_no_huge_vector_of_ones():
     text = """(float[2147483648, 2, 4] x) => (float[a, b, c] y) <float[4, 512] w, float[512] b> {
         h = MatMul(x, w)
         y = Add(h, b) }"""
@@ -75,7 +75,7 @@ def test_a_column_of_very_many_ones_is_not_made():
     onnxtrain.vjp(model, ["x"])
 
 
-def test_a_loop_that_ends_by_its_condition_is_run():
+def test_a_loop_that_its_condition_ends_is_run():
     model = onnx.parser.parse_model(
         HEAD
         + """(float[2] x) => (float[2] y)
@@ -88,7 +88,7 @@ def test_a_loop_that_ends_by_its_condition_is_run():
     onnxtrain.lower(model, opset=13)
 
 
-def test_a_scalar_flag_as_input():
+def test_a_scalar_bool_input_is_verified():
     model = onnx.parser.parse_model(
         HEAD
         + """(bool flag, float[2] x) => (float[2] y) {

@@ -1,4 +1,4 @@
-"""The zoo in real onnxjs 0.1.8, in Node, at batch 1: `make test` installs it."""
+"""Run the zoo in onnxjs 0.1.8 in Node at batch 1; `make test` installs onnxjs."""
 
 import numpy as np
 import pytest
@@ -10,41 +10,43 @@ from . import onnxjs_zoo
 from .cases import f, w
 from .single import Case, feeds_of, model_of, run
 
-pytestmark = pytest.mark.skipif(bool(onnxjs_zoo.why_not()), reason=onnxjs_zoo.why_not())
+pytestmark = pytest.mark.skipif(
+    bool(onnxjs_zoo.why_unavailable()), reason=onnxjs_zoo.why_unavailable()
+)
 
-NOT_THERE = {"spatial_transformer", "dlrm"}  # not at opset 7 either
-# onnxjs knows all operators of these as they are: Gemm, Relu and the like; two are old exports.
-RUNS_AS_IT_IS = {"lenet_opset9", "lora", "mlp", "mlp_opset9", "ncf", "siren"}
+NOT_LOWERED = {"spatial_transformer", "dlrm"}  # they cannot be lowered to opset 7
+# onnxjs has all operators of these models (Gemm, Relu, ...); two are exports of opset 9.
+RUNS_UNCHANGED = {"lenet_opset9", "lora", "mlp", "mlp_opset9", "ncf", "siren"}
 
 
-SOME = sorted(NOT_THERE | RUNS_AS_IT_IS | set(sorted(ZOO)[::4]))
+SAMPLE = sorted(NOT_LOWERED | RUNS_UNCHANGED | set(sorted(ZOO)[::4]))
 
 
-def test_some_of_the_zoo(tmp_path):
-    check(SOME, tmp_path)
+def test_a_sample_of_the_zoo(tmp_path):
+    check(SAMPLE, tmp_path)
 
 
 @pytest.mark.full
-def test_zoo(tmp_path):
+def test_the_whole_zoo(tmp_path):
     check(list(ZOO), tmp_path)
 
 
 def check(names, folder):
-    """Every model that lowers to opset 7 is right there, and hardly one was before."""
+    """Check that every lowered model is right, and that onnxjs refuses almost all originals."""
     outcomes = onnxjs_zoo.in_onnxjs(names, folder)
     lowered = {name: outcome for name, (_, outcome) in outcomes.items()}
     right = {n for n, outcome in lowered.items() if outcome.status == "right"}
     others = {n: o for n, o in lowered.items() if n not in right}
-    assert set(others) == NOT_THERE, others
+    assert set(others) == NOT_LOWERED, others
     assert {o.status for o in others.values()} == {"not lowered"}
-    assert len(right) >= max(15, 0.85 * (len(names) - len(NOT_THERE)))
+    assert len(right) >= max(15, 0.85 * (len(names) - len(NOT_LOWERED)))
     originals = {name: outcome for name, (outcome, _) in outcomes.items()}
     accepted = {n: o.status for n, o in originals.items() if o.status != "refused"}
-    assert accepted == dict.fromkeys(RUNS_AS_IT_IS, "right")
+    assert accepted == dict.fromkeys(RUNS_UNCHANGED, "right")
 
 
-def test_its_convolution_is_wrong_for_several_pictures_and_lowered_around(tmp_path):
-    """The profile knows what no table says."""
+def test_conv_of_a_batch_is_lowered_to_one_conv_per_image(tmp_path):
+    """onnxjs computes wrong outputs for batches above 1; the profile limits the batch."""
     case = Case("Conv", (f(3, 2, 5, 5), w(4, 2, 3, 3), w(4)))
     model, feeds = model_of(case), feeds_of(case)
     lowered = lower(model, onnxjs_zoo.PROFILE)

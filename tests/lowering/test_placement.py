@@ -1,4 +1,4 @@
-"""Which nodes leave the GPU: what the report says, and what training graphs keep there."""
+"""The placement report of nodes that run off the GPU, and its result for training graphs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fixtures() -> ModuleType:
 
 @pytest.mark.parametrize("name", ["mlp", "mlp-frozen", "cnn", "transformer"])
 @pytest.mark.parametrize("fixed", [False, True])
-def test_no_float_tensor_leaves_a_gpu(name: str, fixed: bool) -> None:
+def test_training_graphs_keep_float_tensors_on_the_gpu(name: str, fixed: bool) -> None:
     model, _, options = fixtures().MODELS[name]
     options = {**options, "dims": {"batch": 8}} if fixed else options
     built = build(model(), loss="cross_entropy", metrics=["accuracy"], target="webgpu", **options)
@@ -47,7 +47,7 @@ def test_no_float_tensor_leaves_a_gpu(name: str, fixed: bool) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[64, 64], [200]])
-def test_integers_whose_file_is_not_there_are_not_read(sizes: list[int]) -> None:
+def test_missing_external_integers_are_not_read(sizes: list[int]) -> None:
     text = """<ir_version: 10, opset_import: ["": 21]>
     g (int64[64, 1] x) => (int64[64, k] y) <int64[1] ids = {1}>
     { y = Mul(x, ids) }"""
@@ -60,7 +60,7 @@ def test_integers_whose_file_is_not_there_are_not_read(sizes: list[int]) -> None
     assert nodes_off_gpu(model, "cuda") == []
 
 
-def test_the_report_names_node_operator_and_reason() -> None:
+def test_report_lists_node_operator_and_reason() -> None:
     op = graph()
     x = op.input("x", ir.DataType.FLOAT, ["n", 4])
     y = op.Sign(op.Max(x, 0.0))
@@ -89,27 +89,27 @@ def test_the_report_names_node_operator_and_reason() -> None:
         (lambda op, x: op.Cast(op.Slice(op.Greater(x, 0.0), [0], [1]), to=1), "bool in Slice"),
     ],
 )
-def test_what_webgpu_has_not(emit: Any, why: str) -> None:
+def test_unsupported_nodes_on_webgpu(emit: Any, why: str) -> None:
     op = graph()
     x = op.input("x", ir.DataType.FLOAT, [2, 3, 4, 4])
     model = finished(op, y=emit(op, x))
     assert any(why in entry.why for entry in nodes_off_gpu(model))
 
 
-def test_command(tmp_path: Path) -> None:
+def test_build_prints_the_placement(tmp_path: Path) -> None:
     save(classifier(), tmp_path / "m.onnx")
-    words = ["build", str(tmp_path / "m.onnx"), "-o", str(tmp_path / "art"), "--placement"]
-    words += ["--loss", "cross_entropy", "--loss-output", "scores"]
-    result = CliRunner().invoke(app, [*words, "--target", "web", "--steps-per-call", "2"])
+    arguments = ["build", str(tmp_path / "m.onnx"), "-o", str(tmp_path / "art"), "--placement"]
+    arguments += ["--loss", "cross_entropy", "--loss-output", "scores"]
+    result = CliRunner().invoke(app, [*arguments, "--target", "web", "--steps-per-call", "2"])
     assert result.exit_code == 0, result.output
     assert "placement on webgpu, step_model.webgpu.onnx: 0 of" in result.output
     assert (tmp_path / "art" / "step_model.x2.onnx").exists()
-    result = CliRunner().invoke(app, words)
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1
     assert "no GPU" in str(result.exception)
 
 
-def test_ids_and_labels_are_narrow() -> None:
+def test_ids_and_labels_are_int32_on_webgpu() -> None:
     model, draw, options = fixtures().MODELS["transformer"]
     built = build(model(), loss="cross_entropy", target="webgpu", **options)
     for role in ("train", "step", "eval"):

@@ -1,4 +1,4 @@
-"""``onnxtrain probe``: a tiny pack in onnxruntime and in real onnxjs, and profiles of both."""
+"""``onnxtrain probe``: run a small pack in onnxruntime and onnxjs, and build their profiles."""
 
 import importlib.util
 import json
@@ -30,7 +30,7 @@ X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
 
 
 def tiny_cases():
-    """Convolutions, an activation, a sum over axes, and an answer that is wrong on purpose."""
+    """Return convolutions, an activation, a sum, and a node with wrong expected outputs."""
     axes = np.asarray([1], np.int64)
     return [
         *(c for c in extra_cases() if c.op == "Conv"),
@@ -63,7 +63,7 @@ def test_pack_lists_each_version_once(pack):
     assert len(nodes["sum-fed@13"]["inputs"]) == 2
     assert {n["batch"] for n in nodes.values() if n["op"] == "Conv"} == {1, 2}
     assert nodes["relu-double@21"]["dtypes"] == {"inputs": ["double"], "outputs": ["double"]}
-    assert "where@7" not in nodes  # opset 7 has none
+    assert "where@7" not in nodes  # Where exists since opset 9
     assert (pack / "probe.mjs").stat().st_size > 0
     assert (pack / "probe.html").stat().st_size > 0
 
@@ -82,13 +82,13 @@ def test_profile(in_onnxruntime):
     assert profile["ops"]["Relu"]["since"] == [6, 13, 14]
     assert profile["probed"]
     assert any(q.startswith("Sin: ") for q in profile["quirks"])
-    assert "Sin" not in profile["ops"]  # right in some types and ranks, but who knows in which
+    assert "Sin" not in profile["ops"]  # right for some types and ranks, but not clear which
     again = profiles.parse(json.loads(format_profile(profile)))
     assert again.name == "mine"
     assert "batch" not in again.ops["Conv"]
 
 
-def test_profile_keeps_what_its_base_says_of_the_rest(in_onnxruntime):
+def test_profile_copies_unprobed_operators_from_its_base(in_onnxruntime):
     base = profiles.parse({"name": "b", "ops": {"Cos": {}, "Relu": {}}, "control_flow": ["If"]})
     profile = build_profile(in_onnxruntime, "mine", base)
     assert profile["ops"]["Cos"] == {}
@@ -96,8 +96,8 @@ def test_profile_keeps_what_its_base_says_of_the_rest(in_onnxruntime):
     assert profile["control_flow"] == ["If"]
 
 
-@pytest.mark.skipif(bool(onnxjs_zoo.why_not()), reason=onnxjs_zoo.why_not())
-def test_convolution_of_onnxjs_is_found_wrong_for_two_pictures(pack, tmp_path):
+@pytest.mark.skipif(bool(onnxjs_zoo.why_unavailable()), reason=onnxjs_zoo.why_unavailable())
+def test_profile_limits_onnxjs_conv_to_batch_1(pack, tmp_path):
     output = tmp_path / "onnxjs.json"
     command = ["node", pack / "probe.mjs", pack, "onnxjs", output]
     environment = {**os.environ, "NODE_PATH": str(onnxjs_zoo.FOLDER / "node_modules")}
@@ -114,8 +114,8 @@ def test_convolution_of_onnxjs_is_found_wrong_for_two_pictures(pack, tmp_path):
     assert any(q.startswith("Conv: wrong for batch above 1") for q in profile["quirks"])
 
 
-def test_crash_costs_one_node(pack, tmp_path):
-    """A runtime that ends the process at some nodes, in place of tract."""
+def test_crash_loses_only_one_node(pack, tmp_path):
+    """A fake tract ends the process at some nodes."""
     (tmp_path / "tract.py").write_text(
         "import os\n"
         "def version(): return '0'\n"
@@ -132,43 +132,43 @@ def test_crash_costs_one_node(pack, tmp_path):
     results = read_results(output)["results"]
     assert {r["status"] for k, r in results.items() if "relu" in k} == {"crashed"}
     assert {r["message"] for k, r in results.items() if "relu" not in k} == {"no"}
-    with pytest.raises(ProbeError, match="nothing was right"):
+    with pytest.raises(ProbeError, match="no node is right"):
         build_profile(read_results(output), "none")
 
 
-def test_errors(pack, tmp_path):
+def test_error_messages(pack, tmp_path):
     with pytest.raises(ProbeError, match="hint: onnxtrain probe pack"):
         run_pack(tmp_path, "onnxruntime", tmp_path / "r.json")
-    with pytest.raises(ProbeError, match="no such runtime: 'abacus'"):
+    with pytest.raises(ProbeError, match="unknown runtime: 'abacus'"):
         run_pack(pack, "abacus", tmp_path / "r.json")
     with pytest.raises(ProbeError, match="has no providers"):
         run_pack(pack, "tract", tmp_path / "r.json", provider="CUDAExecutionProvider")
     with pytest.raises(ProbeError, match="has no NoSuchProvider"):
         run_pack(pack, "onnxruntime", tmp_path / "r.json", provider="NoSuchProvider")
-    with pytest.raises(ProbeError, match="no such opset: 5"):
+    with pytest.raises(ProbeError, match="unknown opset: 5"):
         write_pack(tmp_path, [5], [])
     (tmp_path / "pack.json").write_text("{}")
-    with pytest.raises(ProbeError, match="not the listing of a pack"):
+    with pytest.raises(ProbeError, match="not the manifest of a pack"):
         read_pack(tmp_path)
-    with pytest.raises(ProbeError, match="no results of a probe"):
+    with pytest.raises(ProbeError, match="not a results file"):
         read_results(tmp_path / "pack.json")
 
 
-def test_missing_runtime_is_named(pack, tmp_path):
+def test_missing_runtime_is_reported(pack, tmp_path):
     assert importlib.util.find_spec("tract") is None, "the test environment has no tract"
     with pytest.raises(MissingExtraError, match="hint: pip install tract"):
         run_pack(pack, "tract", tmp_path / "r.json")
 
 
-def test_commands(pack, in_onnxruntime, tmp_path):
+def test_profile_command(pack, in_onnxruntime, tmp_path):
     output = tmp_path / "mine.json"
     arguments = ["probe", "profile", str(pack / "ort.json"), "-o", str(output), "--base", "ort-cpu"]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
     assert profiles.parse(json.loads(output.read_text())).name == "mine"
 
 
-def test_wrong_numbers_are_not_blamed_on_the_rank_of_another_node():
+def test_wrong_outputs_limit_ranks_only_if_the_same_node_is_right_elsewhere():
     about = {
         "op": "Celu",
         "since_version": 12,
@@ -185,18 +185,18 @@ def test_wrong_numbers_are_not_blamed_on_the_rank_of_another_node():
     others = {"celu@12": {**right, "rank": 4}, "celu_both_sides@12": {**wrong, "rank": 2}}
     assert analyze_operator("Celu", others, lenient=False, every_type=[]).versions == []
     same = {"celu_4d@12": {**right, "rank": 4}, "celu_2d@12": {**wrong, "rank": 2}}
-    studied = analyze_operator("Celu", same, lenient=False, every_type=[])
-    assert studied.versions == [12]
-    assert 2 not in studied.limits["ranks"]
+    finding = analyze_operator("Celu", same, lenient=False, every_type=[])
+    assert finding.versions == [12]
+    assert 2 not in finding.limits["ranks"]
 
 
 @pytest.mark.parametrize(
-    ("mode", "known"), [("half_pixel", False), (None, False), ("output_half_pixel", True)]
+    ("mode", "convertible"), [("half_pixel", False), (None, False), ("output_half_pixel", True)]
 )
-def test_roi_align_is_not_spelled_in_a_mode_that_an_opset_lacks(mode, known):
-    """Before opset 16 there was one mode, which is not the default since."""
+def test_roi_align_converts_to_opset_10_only_in_its_mode(mode, convertible):
+    """Opset 10 has no coordinate_transformation_mode; its mode is not the default of opset 16."""
     x = np.ones((1, 1, 4, 4), np.float32)
     boxes, of = np.asarray([[0, 0, 3, 3]], np.float32), np.zeros(1, np.int64)
     attributes = {} if mode is None else {"coordinate_transformation_mode": mode}
     case = Case("roi", "RoiAlign", 22, (x, boxes, of), (x[:, :, :1, :1],), attributes)
-    assert (case_at(case, 10) is not None) == known
+    assert (case_at(case, 10) is not None) == convertible

@@ -1,4 +1,4 @@
-"""Every decomposition, at five opsets, in a runtime that lacks the operator."""
+"""Every decomposition equals its operator, at five opsets, in a runtime that lacks it."""
 
 import warnings
 
@@ -30,8 +30,8 @@ def test_lowered_equals_original(case: Case, opset: int):
 
 @pytest.mark.parametrize("opset", [7, 13])
 @pytest.mark.parametrize("case", [c for c in CASES if c.dynamic], ids=str)
-def test_symbolic_size(case: Case, opset: int):
-    """A symbolic first axis gives the same numbers, or is refused where that is expected."""
+def test_symbolic_first_axis(case: Case, opset: int):
+    """With a symbolic first axis, outputs are the same, or the case expects a refusal."""
     model = model_of(case, symbolic=True)
     if opset in case.refused_symbolic:
         _refused(model, lacking(case), opset)
@@ -42,8 +42,8 @@ def test_symbolic_size(case: Case, opset: int):
 
 @pytest.mark.parametrize("opset", [7, *(pytest.param(n, marks=pytest.mark.full) for n in (9, 11))])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_plain_opset(case: Case, opset: int):
-    """With all that the opset has; what it cannot say exactly is refused."""
+def test_lower_to_opset_without_profile(case: Case, opset: int):
+    """Lower to an opset with all its operators; models without an exact lowering are refused."""
     model = model_of(case)
     if opset in case.refused_plain:
         _refused(model, None, opset)

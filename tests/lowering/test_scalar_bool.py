@@ -1,4 +1,4 @@
-"""A model may have a bool without axes as input: verification draws it as what it is."""
+"""Verification draws values for scalar bool inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BRANCHES = """<ir_version: 8, opset_import: ["": 17]> g (bool c, float[2] x) => 
 
 
 @pytest.mark.parametrize("c", [False, True])
-def test_branches(c: bool) -> None:
+def test_an_if_with_a_bool_input_is_lowered(c: bool) -> None:
     model = onnx.parser.parse_model(BRANCHES)
     lowered = onnxtrain.lower(model, opset=11)
     feeds = {"c": np.asarray(c), "x": np.asarray([1.5, -2.0], np.float32)}

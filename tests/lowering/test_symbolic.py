@@ -1,4 +1,4 @@
-"""Sizes that are computed, in a runtime that wants to know them, while one stays symbolic."""
+"""Computed shapes become constants for runtimes that require them, with one symbolic size."""
 
 import numpy as np
 import onnx
@@ -10,7 +10,7 @@ from onnxtrain.lowering.lower import lower
 
 from .single import OPSETS, everything_but, run
 
-WANTS_CONSTANTS = everything_but(
+REQUIRES_CONSTANTS = everything_but(
     "Shape", Reshape={"const_inputs": [1]}, Slice={"const_inputs": [1, 2]}
 )
 
@@ -26,20 +26,20 @@ def _model(make) -> onnx.ModelProto:
 
 
 def reshaped() -> onnx.ModelProto:
-    """x in the shape of z."""
+    """Return a model that reshapes x to the shape of z."""
     return _model(lambda op, x, z: op.Add(op.Reshape(x, op.Shape(z)), z))
 
 
-def cut() -> onnx.ModelProto:
-    """As many rows of x as z has: all of them."""
+def sliced() -> onnx.ModelProto:
+    """Return a model that slices x to the number of rows of z."""
     return _model(lambda op, x, z: op.Slice(x, [0], op.Shape(z, end=1), [0]))
 
 
 @pytest.mark.parametrize("opset", OPSETS)
-@pytest.mark.parametrize("make", [reshaped, cut])
-def test_computed_size(make, opset: int):
+@pytest.mark.parametrize("make", [reshaped, sliced])
+def test_computed_shapes_become_constants(make, opset: int):
     model = make()
-    lowered = lower(model, WANTS_CONSTANTS, opset=opset)
+    lowered = lower(model, REQUIRES_CONSTANTS, opset=opset)
     assert "Shape" not in {n.op_type for n in lowered.graph.node}
     rng = np.random.default_rng(0)
     for n in (1, 4):

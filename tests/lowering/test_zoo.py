@@ -1,4 +1,4 @@
-"""Some of the zoo, lowered; ``make lower-zoo`` does all of it."""
+"""Lower a sample of the zoo; ``make lower-zoo`` lowers all of it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Cases of types, ranks and forms that a runtime lacks, and of operators without special ones."""
+"""Cases of types, ranks and attributes that a runtime lacks, and of missing general operators."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ TYPES = [
         "Conv",
         (f(3, 2, 5, 5), w(4, 2, 3, 3)),
         {"pads": [1, 1, 1, 1]},
-        "pictures",
+        "images",
         limits={"Conv": {"batch": 1}},
         dynamic=False,
     ),

@@ -1,7 +1,8 @@
-"""The zoo, lowered: ``python -m tests.lowering.zoo [NAME ...]``; all of it for docs/lowering.md.
+"""Lower the zoo: ``python -m tests.lowering.zoo [NAME ...]``.
 
-Each model is lowered to four opsets and compared with the un-lowered export on the zoo's own
-inputs, on top of the comparison that ``lower`` makes itself. Lowered for onnxjs, it is run there.
+Lowers each model to four opsets and compares it with the original export on the zoo's own inputs,
+in addition to the comparison in ``lower``. Also lowers each model to onnxjs and runs it there.
+Without names, the command updates the table in docs/lowering.md.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ START, END = "<!-- zoo -->", "<!-- end of zoo -->"
 
 @dataclass(frozen=True)
 class Goal:
-    """An opset, whether sizes are fixed, and the share of the zoo that has to get there."""
+    """An opset, whether shapes are static, and the share of the zoo that must lower to it."""
 
     opset: int
     static: bool
@@ -50,7 +51,7 @@ _COLUMNS = (*(f"opset {g}" for g in GOALS), ONNXJS)
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one model at one goal: ``ok``, ``refused`` or ``WRONG``, and more in words."""
+    """Outcome of one model at one goal: ``ok``, ``refused`` or ``WRONG``, with an explanation."""
 
     status: str
     nodes: int = 0
@@ -58,13 +59,13 @@ class Result:
 
 
 def fixed_sizes(model: onnx.ModelProto, size: int) -> dict[str, int]:
-    """A number for each symbolic size of the inputs."""
+    """Return ``size`` for each symbolic dimension of the inputs."""
     dims = (d for x in model.graph.input for d in x.type.tensor_type.shape.dim)
     return {d.dim_param: size for d in dims if d.dim_param}
 
 
 def attempt(entry: ZooModel, goal: Goal) -> Result:
-    """Lower a model and compare it with its export at one batch size, or at two if that is open."""
+    """Lower a model and compare it with its export, at two batch sizes if the batch is symbolic."""
     model = export(entry).model
     batches = entry.batches[:1] if goal.static or entry.static else entry.batches
     sizes = fixed_sizes(model, batches[0]) if goal.static else {}
@@ -91,18 +92,18 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     unknown = sorted(set(options.names) - set(ZOO))
     if unknown:
-        parser.error(f"no such model: {', '.join(unknown)}")
-    chosen = [z for z in ZOO.values() if not options.names or z.name in options.names]
+        parser.error(f"unknown models: {', '.join(unknown)} (see tests/zoo/models.py)")
+    entries = [z for z in ZOO.values() if not options.names or z.name in options.names]
     table: dict[str, list[Result]] = {}
-    browsers = _in_onnxjs([entry.name for entry in chosen])
-    for entry in chosen:
-        table[entry.name] = [*(attempt(entry, goal) for goal in GOALS), browsers[entry.name]]
+    in_browser = _in_onnxjs([entry.name for entry in entries])
+    for entry in entries:
+        table[entry.name] = [*(attempt(entry, goal) for goal in GOALS), in_browser[entry.name]]
         print(entry.name.ljust(26), *(_cell(r).ljust(10) for r in table[entry.name]), flush=True)
         for result in table[entry.name]:
             if result.status != "ok":
                 print("   ", result.note)
     print(_summary(table))
-    if len(chosen) == len(ZOO):
+    if len(entries) == len(ZOO):
         _write(table)
     counts = [sum(rs[i].status == "ok" for rs in table.values()) for i in range(len(GOALS))]
     reached = all(n >= g.share * len(table) for n, g in zip(counts, GOALS, strict=True))
@@ -113,7 +114,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _in_onnxjs(names: list[str]) -> dict[str, Result]:
-    """What becomes of the models in real onnxjs, at batch 1."""
+    """Return the outcomes of the models in onnxjs, at batch 1."""
     status = {"right": "ok", "wrong": "WRONG", "refused": "refused", "not lowered": "refused"}
     with tempfile.TemporaryDirectory() as folder:
         outcomes = in_onnxjs(names, Path(folder), verify=True)

@@ -15,7 +15,7 @@ from onnxtrain.graph.simplify import remove_dead
 from onnxtrain.lowering.opset_converters import NotConvertibleError, convert_operators
 from onnxtrain.lowering.profile import LoweringTarget
 
-# Types that numpy and JavaScript have, too.
+# The types that both numpy and JavaScript support.
 TYPES = {
     "float": np.dtype("<f4"),
     "double": np.dtype("<f8"),
@@ -101,15 +101,23 @@ def case_to_model(case: Case) -> ir.Model:
         if array is not None:
             y.shape = ir.Shape(array.shape)
             y.type = ir.TensorType(ir.DataType.from_numpy(array.dtype))
-    kept = [y for y in node.outputs if y.name]
+    outputs = [y for y in node.outputs if y.name]
     graph = ir.Graph(
-        fed, kept, nodes=[node], initializers=stored, opset_imports={"": case.opset}, name="probe"
+        fed,
+        outputs,
+        nodes=[node],
+        initializers=stored,
+        opset_imports={"": case.opset},
+        name="probe",
     )
     return ir.Model(graph, ir_version=10)
 
 
 def reference_outputs(case: Case) -> tuple[np.ndarray | None, ...] | None:
-    """Return outputs of onnx's reference evaluator, ``None`` where it fails or has odd types."""
+    """Return the outputs of onnx's reference evaluator.
+
+    ``None`` if the evaluator fails or an output has a type that ``TYPES`` lacks.
+    """
     proto = ir.to_proto(case_to_model(case))
     feeds = {
         f"x{i}": a for i, a in enumerate(case.inputs) if a is not None and i not in case.stored
@@ -135,10 +143,10 @@ def case_from_proto(
         return None
     parsed = ir.from_proto(model)
     node = parsed.graph[0]
-    given = dict(zip((x.name for x in parsed.graph.inputs), inputs, strict=False))
-    wanted = dict(zip((y.name for y in parsed.graph.outputs), outputs, strict=False))
-    arrays = [None if x is None or not x.name else given.get(x.name) for x in node.inputs]
-    results = [wanted.get(y.name) if y.name else None for y in node.outputs]
+    feeds = dict(zip((x.name for x in parsed.graph.inputs), inputs, strict=False))
+    expected = dict(zip((y.name for y in parsed.graph.outputs), outputs, strict=False))
+    arrays = [None if x is None or not x.name else feeds.get(x.name) for x in node.inputs]
+    results = [expected.get(y.name) if y.name else None for y in node.outputs]
     for value, array in zip([*node.inputs, *node.outputs], [*arrays, *results], strict=True):
         if value is not None and value.name and not _is_plain(array):
             return None
@@ -181,15 +189,15 @@ def versions(case: Case, opsets: list[int]) -> list[int]:
 
 
 def case_at(case: Case, opset: int) -> onnx.ModelProto | None:
-    """Return the model at an opset, ``None`` if it takes several nodes there."""
+    """Return the model at an opset, ``None`` if that opset needs several nodes."""
     if case.op == "Dropout" and len(case.outputs) > 1 and opset < 12:
-        return None  # what the mask is where nothing is dropped is not specified there
+        return None  # before opset 12, the mask of an inactive Dropout is unspecified
     model = case_to_model(case)
     try:
         if _since(case.op, case.opset) == _since(case.op, opset):
             model.opset_imports[""] = opset
         elif opset < case.opset and _since(case.op, case.opset) == _since(case.op, _LAST):
-            convert_operators(model, opset)  # knows the way down from the newest version only
+            convert_operators(model, opset)  # it converts from the newest version only
         else:
             return None
     except (NotConvertibleError, AssertionError):
@@ -200,8 +208,8 @@ def case_at(case: Case, opset: int) -> onnx.ModelProto | None:
     target = LoweringTarget(opset, opset)
     model.ir_version = target.ir_version
     if target.initializers_as_inputs:
-        listed = set(model.graph.inputs)
-        model.graph.inputs.extend(x for x in model.graph.initializers.values() if x not in listed)
+        inputs = set(model.graph.inputs)
+        model.graph.inputs.extend(x for x in model.graph.initializers.values() if x not in inputs)
     proto = ir.to_proto(model)
     try:
         onnx.checker.check_model(proto, full_check=True)

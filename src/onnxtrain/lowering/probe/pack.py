@@ -1,4 +1,8 @@
-"""Packs of single-node models with inputs and expected outputs; the runner for Python."""
+"""Write, read and run packs: single-node models with inputs and expected outputs.
+
+``write_pack`` picks a few cases per operator version, ``read_pack`` checks a pack, and ``run_pack``
+starts ``files/probe.py`` in the Python interpreter that has the runtime.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +30,9 @@ from onnxtrain.lowering.profile import NEWEST, OLDEST
 FORMAT = 1
 MANIFEST = "pack.json"
 SCRIPTS = ("probe.py", "probe.mjs", "runtimes.mjs", "probe.html")
-_MOST = 24  # cases of an operator at a version
-_ALIKE = 2  # of them with the same types, ranks and attributes
-_TYPED_AT = (OLDEST, 13)  # and the newest: opsets at which other types are tried
+_MAX_CASES = 24  # per version of an operator
+_MAX_SAME_KIND = 2  # of these, with the same types, ranks and attributes
+_TYPED_OPSETS = (OLDEST, 13)  # other types are tried at these opsets and at the newest
 _SWITCHES = frozenset(
     {
         *(
@@ -64,92 +68,96 @@ _SWITCHES = frozenset(
 def write_pack(
     folder: Path, opsets: Sequence[int] = (), cases: Iterable[Case] | None = None
 ) -> dict[str, Any]:
-    """Write a pack and return its listing.
+    """Write a pack and return its manifest.
 
     Args:
-        folder: is made; what a pack has there is overwritten.
-        opsets: at which each node is written; all by default. Of opsets that have the same version
-            of an operator, the oldest is taken.
-        cases: nodes to take; by default those of the installed onnx and some more.
+        folder: Created if missing; the files of an existing pack are overwritten.
+        opsets: Opsets to write each node at, by default all. If several opsets share a version
+            of the operator, only the oldest is written.
+        cases: Nodes to write; by default the node tests of the installed onnx and ``extra_cases``.
 
     Raises:
         ProbeError: if an opset is unknown or the folder cannot be written.
     """
-    wanted = sorted(set(opsets or range(OLDEST, NEWEST + 1)))
-    odd = [o for o in wanted if not OLDEST <= o <= NEWEST]
-    if odd:
-        raise ProbeError(f"no such opset: {odd[0]}\nhint: one of {OLDEST} to {NEWEST}")
+    opsets = sorted(set(opsets or range(OLDEST, NEWEST + 1)))
+    unknown = [o for o in opsets if not OLDEST <= o <= NEWEST]
+    if unknown:
+        raise ProbeError(f"unknown opset: {unknown[0]}\nhint: use one of {OLDEST} to {NEWEST}")
     if cases is None:
         cases = [*extra_cases(), *onnx_cases()]
     try:
         (folder / "models").mkdir(parents=True, exist_ok=True)
-        entries = [_write(folder, *one) for one in _models(list(cases), wanted)]
-        listing = {
+        entries = [_write(folder, *entry) for entry in _models(list(cases), opsets)]
+        manifest = {
             "format": FORMAT,
             "onnx": onnx.__version__,
-            "opsets": wanted,
+            "opsets": opsets,
             "nodes": entries,
         }
-        (folder / MANIFEST).write_text(json.dumps(listing, separators=(",", ":")), encoding="utf-8")
+        (folder / MANIFEST).write_text(
+            json.dumps(manifest, separators=(",", ":")), encoding="utf-8"
+        )
         files = resources.files("onnxtrain.lowering.probe") / "files"
         for name in SCRIPTS:
             with resources.as_file(files / name) as path:
                 shutil.copyfile(path, folder / name)
     except OSError as error:
         raise ProbeError(f"{folder}: cannot write a pack: {error}") from error
-    return listing
+    return manifest
 
 
 def read_pack(folder: Path) -> dict[str, Any]:
-    """Return the listing of a pack.
+    """Return the manifest of a pack.
 
     Raises:
-        ProbeError: if the folder has no pack.
+        ProbeError: if the folder is not a pack.
     """
     path = folder / MANIFEST
     try:
-        listing = json.loads(path.read_text(encoding="utf-8"))
+        manifest = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ProbeError(
             f"{folder}: not a pack: {S.first_line(error)}\nhint: onnxtrain probe pack {folder}"
         ) from error
-    if not isinstance(listing, dict) or listing.get("format") != FORMAT:
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ProbeError(
-            f"{path}: not the listing of a pack of format {FORMAT}\n"
+            f"{path}: not the manifest of a pack of format {FORMAT}\n"
             f"hint: onnxtrain probe pack {folder}"
         )
-    missing = [n["file"] for n in listing["nodes"] if not (folder / n["file"]).is_file()]
+    missing = [n["file"] for n in manifest["nodes"] if not (folder / n["file"]).is_file()]
     if missing:
         raise ProbeError(
-            f"{folder}: the pack lacks {len(missing)} model(s), {missing[0]!r} first\n"
+            f"{folder}: {len(missing)} model(s) of the pack are missing: {missing[0]!r} ...\n"
             f"hint: onnxtrain probe pack {folder}"
         )
-    return listing
+    return manifest
 
 
 def _models(cases: list[Case], opsets: list[int]) -> Iterator[tuple[Case, int, onnx.ModelProto]]:
-    """Return the cases of a pack: a few per kind, at each version of the operator."""
+    """Yield the models of a pack: a few cases per kind, at each version of the operator."""
     by_op: dict[str, list[Case]] = defaultdict(list)
     for case in cases:
         if S.schema_of(case.op, case.opset) is not None:
             by_op[case.op].append(sources.with_stored_weights(case))
     for op in sorted(by_op):
-        taken: dict[int, Counter[Any]] = defaultdict(Counter)
+        counts: dict[int, Counter[Any]] = defaultdict(Counter)
         varied: set[int] = set()
         for case in by_op[op]:
-            at = versions(case, opsets)
-            for opset in at:
+            case_opsets = versions(case, opsets)
+            for opset in case_opsets:
                 kind = _kind(case)
-                if taken[opset][kind] >= _ALIKE or taken[opset].total() >= _MOST:
+                if counts[opset][kind] >= _MAX_SAME_KIND or counts[opset].total() >= _MAX_CASES:
                     continue
                 model = case_at(case, opset)
                 if model is None:
                     continue
-                taken[opset][kind] += 1
+                counts[opset][kind] += 1
                 yield case, opset, model
                 if opset not in varied and _is_float(case):
                     varied.add(opset)
-                    typed = opset == at[0] or any(_is_same_version(op, opset, o) for o in _TYPED_AT)
+                    typed = opset == case_opsets[0] or any(
+                        _is_same_version(op, opset, o) for o in _TYPED_OPSETS
+                    )
                     yield from _variant_models(case, opset, typed)
 
 
@@ -200,9 +208,9 @@ def _write(folder: Path, case: Case, opset: int, model: onnx.ModelProto) -> dict
     (folder / file).write_bytes(model.SerializeToString(deterministic=True))
     schema = S.schema_of(node.op_type, opset)
     assert schema is not None
-    read = {x.name for x in model.graph.input} - {x.name for x in model.graph.initializer}
-    given = {f"x{i}": a for i, a in enumerate(case.inputs) if a is not None}
-    main = given.get(node.input[0]) if node.input else None
+    fed = {x.name for x in model.graph.input} - {x.name for x in model.graph.initializer}
+    arrays = {f"x{i}": a for i, a in enumerate(case.inputs) if a is not None}
+    main = arrays.get(node.input[0]) if node.input else None
     return {
         "id": name,
         "op": node.op_type,
@@ -210,7 +218,9 @@ def _write(folder: Path, case: Case, opset: int, model: onnx.ModelProto) -> dict
         "opset": opset,
         "ir": model.ir_version,
         "dtypes": {
-            "inputs": [None if x not in given else sources.type_name(given[x]) for x in node.input],
+            "inputs": [
+                None if x not in arrays else sources.type_name(arrays[x]) for x in node.input
+            ],
             "outputs": [sources.type_name(a) for a in case.outputs if a is not None],
         },
         "rank": None if main is None else main.ndim,
@@ -218,10 +228,10 @@ def _write(folder: Path, case: Case, opset: int, model: onnx.ModelProto) -> dict
         "arity": [len(node.input), max(i for i, a in enumerate(case.outputs) if a is not None) + 1],
         "empty": case.is_empty,
         "variant": case.variant,
-        "stored": [i for i, x in enumerate(node.input) if x and x not in read],
+        "stored": [i for i, x in enumerate(node.input) if x and x not in fed],
         "attrs": _switches({a.name: _value(a) for a in node.attribute}),
         "file": file,
-        "inputs": [_tensor(x, given[x]) for x in node.input if x in read and x in given],
+        "inputs": [_tensor(x, arrays[x]) for x in node.input if x in fed and x in arrays],
         "outputs": [_tensor(f"y{i}", a) for i, a in enumerate(case.outputs) if a is not None],
     }
 
@@ -233,12 +243,12 @@ def _value(attribute: onnx.AttributeProto) -> Any:
 
 
 def _tensor(name: str, array: np.ndarray) -> dict[str, Any]:
-    plain = array.astype(array.dtype.newbyteorder("<"))
+    little_endian = array.astype(array.dtype.newbyteorder("<"))
     return {
         "name": name,
         "type": sources.type_name(array),
         "dims": list(array.shape),
-        "data": base64.b64encode(plain.tobytes()).decode(),
+        "data": base64.b64encode(little_endian.tobytes()).decode(),
     }
 
 
@@ -249,14 +259,14 @@ _MISSING = 3  # exit code of the runner
 def run_pack(
     folder: Path, runtime: str, output: Path, *, provider: str = "", python: str = sys.executable
 ) -> str:
-    """Run every node of a pack, write the outcomes, and return a summary.
+    """Run every node of a pack, write the results, and return a summary line.
 
     Args:
-        folder: of the pack.
-        runtime: one of ``RUNTIMES``.
-        output: the results, a JSON file.
-        provider: of onnxruntime; a node that it leaves to the CPU counts as refused.
-        python: the interpreter that has the runtime.
+        folder: Directory of the pack.
+        runtime: One of ``RUNTIMES``.
+        output: Results file (JSON) to write.
+        provider: Execution provider of onnxruntime. Nodes it leaves to the CPU count as refused.
+        python: Python interpreter that has the runtime installed.
 
     Raises:
         MissingExtraError: if the runtime is not installed.
@@ -264,11 +274,11 @@ def run_pack(
     """
     if runtime not in RUNTIMES:
         raise ProbeError(
-            f"no such runtime: {runtime!r}\nhint: one of {', '.join(RUNTIMES)}; for those of "
-            "JavaScript: node probe.mjs, or probe.html, in the pack"
+            f"unknown runtime: {runtime!r} (expected one of {', '.join(RUNTIMES)})\n"
+            "hint: for JavaScript runtimes, run probe.mjs (Node) or open probe.html of the pack"
         )
     if provider and runtime != "onnxruntime":
-        raise ProbeError(f"{runtime} has no providers\nhint: leave out --provider {provider}")
+        raise ProbeError(f"{runtime} has no providers\nhint: omit --provider {provider}")
     read_pack(folder)
     script = resources.files("onnxtrain.lowering.probe") / "files" / "probe.py"
     with resources.as_file(script) as path:
@@ -276,11 +286,11 @@ def run_pack(
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         except OSError as error:
-            raise ProbeError(f"{python}: cannot be run: {error}") from error
-    said = done.stdout.strip()
+            raise ProbeError(f"cannot run {python}: {error}") from error
+    summary = done.stdout.strip()
     if done.returncode == _MISSING:
-        raise MissingExtraError(said)
+        raise MissingExtraError(summary)
     if done.returncode:
-        last = (said or done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-        raise ProbeError(f"{runtime} cannot be probed: {last}")
-    return said
+        messages = summary or done.stderr.strip() or f"exit code {done.returncode}"
+        raise ProbeError(f"cannot probe {runtime}: {messages.splitlines()[-1]}")
+    return summary

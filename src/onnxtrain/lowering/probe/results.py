@@ -1,4 +1,4 @@
-"""From a runner's results to a profile: versions that work, and limits for the rest."""
+"""Build a profile from the results of a probe: operator versions that work, and their limits."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from onnxtrain.lowering.profile import Profile
 Entry = dict[str, Any]
 _LONGEST = 120  # characters of a message
 _SIZES = re.compile(r"[_-]?(\d+d|batch\d+|rank\d+)")
-_RANKS = range(7)  # that a profile lists where some do not run
+_RANKS = range(7)  # ranks to list in a profile if some of them fail
 
 
 @dataclass
 class Finding:
-    """An operator: its profile entry, its quirks, and other comments."""
+    """Profile entry of an operator, with its quirks and comments."""
 
     limits: dict[str, Any] = field(default_factory=dict)
     versions: list[int] = field(default_factory=list)
-    """Versions that were right at least once and not wrong in a way that no limit explains."""
+    """Versions with at least one right node and no wrong node that the limits do not explain."""
     probed: list[int] = field(default_factory=list)
     quirks: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -53,10 +53,10 @@ def analyze_operator(
     """Return the profile entry of an operator.
 
     Args:
-        op: its name.
-        entries: results by identifier.
-        lenient: keep versions that are wrong in a way that no limit explains.
-        every_type: types to keep where nothing is known of them.
+        op: Operator name.
+        entries: Results by identifier.
+        lenient: Keep versions with wrong nodes that no limit explains.
+        every_type: Types to allow if the pack does not probe them.
     """
     finding = Finding(probed=sorted({e["since_version"] for e in entries.values()}))
     plain = {k: e for k, e in entries.items() if e["variant"] != "fed" and not e["empty"]}
@@ -96,19 +96,20 @@ def _describe_cases(entries: dict[str, Entry]) -> list[str]:
 def _split(
     entries: dict[str, Entry], key: Callable[[Entry], Any]
 ) -> tuple[set[Any], set[Any], dict[str, Entry]]:
-    """Return the keys that are right at least once, those that never are, and the former's rows."""
+    """Return the keys with a right entry, those without, and the entries of the former."""
     good = {key(e) for e in entries.values() if is_correct(e)}
     bad = {key(e) for e in entries.values()} - good
     return good, bad, {k: e for k, e in entries.items() if key(e) not in bad}
 
 
 def _quirk(finding: Finding, entries: dict[str, Entry], rest: dict[str, Entry], what: str) -> None:
-    gone = [e for k, e in entries.items() if k not in rest and e["status"] in ("wrong", "crashed")]
-    gone = [e for e in gone if not e.get("message", "").startswith("type ")]  # loud enough
-    if gone:
-        worst = max((e.get("error") or 0 for e in gone), default=0)
-        note = f", off by {worst:.3g}" if worst else f": {gone[0].get('message', '')}"
-        finding.quirks.append(f"{gone[0]['status']} for {what}{note}")
+    bad = [e for k, e in entries.items() if k not in rest and e["status"] in ("wrong", "crashed")]
+    # A wrong output type is not a quirk: the node that reads the output fails with an error.
+    bad = [e for e in bad if not e.get("message", "").startswith("type ")]
+    if bad:
+        worst = max((e.get("error") or 0 for e in bad), default=0)
+        note = f", off by {worst:.3g}" if worst else f": {bad[0].get('message', '')}"
+        finding.quirks.append(f"{bad[0]['status']} for {what}{note}")
 
 
 def _find_type_limits(
@@ -120,19 +121,19 @@ def _find_type_limits(
         silent = entry["status"] in ("wrong", "crashed") and entry["variant"] == _type(entry)
         if silent and twin is not None and is_correct(twin):
             bad.add(_type(entry))
-    made = {t for e in entries.values() if is_correct(e) for t in e["dtypes"]["outputs"]}
-    unmade = {t for e in entries.values() for t in e["dtypes"]["outputs"]} - made
-    if not bad and not unmade:
+    output_types = {t for e in entries.values() if is_correct(e) for t in e["dtypes"]["outputs"]}
+    bad_outputs = {t for e in entries.values() for t in e["dtypes"]["outputs"]} - output_types
+    if not bad and not bad_outputs:
         return entries
-    good -= bad | unmade
+    good -= bad | bad_outputs
     rest = {
         k: e
         for k, e in entries.items()
-        if _type(e) not in bad and not unmade & set(e["dtypes"]["outputs"])
+        if _type(e) not in bad and not bad_outputs & set(e["dtypes"]["outputs"])
     }
-    seen = {t for e in entries.values() for side in e["dtypes"].values() for t in side if t}
+    probed = {t for e in entries.values() for side in e["dtypes"].values() for t in side if t}
     allowed = good | {t for e in rest.values() if is_correct(e) for t in e["dtypes"]["outputs"]}
-    allowed |= set(every) - seen
+    allowed |= set(every) - probed
     finding.limits["dtypes"] = sorted(allowed)
     others = {
         i
@@ -142,7 +143,7 @@ def _find_type_limits(
     }
     if others:
         finding.limits["any_dtype"] = sorted(others)
-    _quirk(finding, entries, rest, " and ".join(sorted(bad | unmade)))
+    _quirk(finding, entries, rest, " and ".join(sorted(bad | bad_outputs)))
     return rest
 
 
@@ -153,7 +154,7 @@ def _family(name: str) -> str:
 
 def _ranks(finding: Finding, entries: dict[str, Entry]) -> dict[str, Entry]:
     _, bad, _ = _split(entries, lambda e: e["rank"])
-    # Numbers that are wrong are blamed on the rank only if the same node is right in another one.
+    # Blame wrong values on the rank only if the same node is right at another rank.
     known = {_family(k) for k, e in entries.items() if is_correct(e)}
     bad -= {
         e["rank"]
@@ -190,31 +191,31 @@ def _attributes(finding: Finding, op: str, entries: dict[str, Entry]) -> dict[st
         finding.limits.setdefault("attrs", {})[name] = sorted(
             (v for v in good if v is not None), key=str
         )
-        said = " and ".join(f"{name}={v}" for v in sorted(bad, key=str) if v is not None)
-        _quirk(finding, entries, rest, said)
+        settings = " and ".join(f"{name}={v}" for v in sorted(bad, key=str) if v is not None)
+        _quirk(finding, entries, rest, settings)
         entries = rest
     return entries
 
 
 def _arity(finding: Finding, entries: dict[str, Entry]) -> dict[str, Entry]:
-    """Limit the number of inputs and outputs where all above some number fail."""
+    """Limit the number of inputs and outputs if every larger number fails."""
     right = [e["arity"] for e in entries.values() if is_correct(e)]
     if not right:
         return entries
-    most = [max(n[side] for n in right) for side in (0, 1)]
+    largest = [max(n[side] for n in right) for side in (0, 1)]
     rest = {
         k: e
         for k, e in entries.items()
-        if all(a <= m for a, m in zip(e["arity"], most, strict=True))
+        if all(a <= m for a, m in zip(e["arity"], largest, strict=True))
     }
     if len(rest) < len(entries):
-        finding.limits["arity"] = most
-        _quirk(finding, entries, rest, f"more than {most[0]} inputs or {most[1]} outputs")
+        finding.limits["arity"] = largest
+        _quirk(finding, entries, rest, f"more than {largest[0]} inputs or {largest[1]} outputs")
     return rest
 
 
 def _constants(finding: Finding, entries: dict[str, Entry]) -> None:
-    """Find inputs that must be constant."""
+    """Find the inputs that must be constant: nodes that fail only if these are fed."""
     positions: set[int] = set()
     for name, entry in entries.items():
         if entry["variant"] != "fed" or is_correct(entry):
@@ -227,23 +228,24 @@ def _constants(finding: Finding, entries: dict[str, Entry]) -> None:
 
 
 _MAX_LISTED = 3  # remarks about an operator
-_PREFERRED = 21  # the working opset: every node is written in it
+_PREFERRED = 21  # the working opset of onnxtrain
 
 
 def read_results(path: Path) -> dict[str, Any]:
     """Read the results file of a runner.
 
     Raises:
-        ProbeError: if it is something else.
+        ProbeError: if the file is not a results file.
     """
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ProbeError(
-            f"{path}: no results: {S.first_line(error)}\nhint: onnxtrain probe run DIR -o {path}"
+            f"{path}: not a results file: {S.first_line(error)}\n"
+            f"hint: onnxtrain probe run DIR -o {path}"
         ) from error
     if not isinstance(results, dict) or results.get("format") != FORMAT or "results" not in results:
-        raise ProbeError(f"{path}: no results of a probe\nhint: onnxtrain probe run DIR -o {path}")
+        raise ProbeError(f"{path}: not a results file\nhint: onnxtrain probe run DIR -o {path}")
     return results
 
 
@@ -253,17 +255,19 @@ def build_profile(
     """Return the profile of a runtime, as JSON data, from its results.
 
     Args:
-        results: from ``read_results``.
-        name: of the profile.
-        base: what to believe of operators, versions and types that are not in the pack.
+        results: Results from ``read_results``.
+        name: Name of the profile.
+        base: Profile to copy operators, versions and types from that the pack does not probe.
 
     Raises:
-        ProbeError: if the runtime did nothing right.
+        ProbeError: if no node of the pack is right.
     """
     entries: dict[str, Entry] = results["results"]
     right = [e for e in entries.values() if is_correct(e)]
     if not right:
-        raise ProbeError("nothing was right: no profile\nhint: see the messages in the results")
+        raise ProbeError(
+            "cannot build a profile: no node is right\nhint: see the messages in the results file"
+        )
     by_op: dict[str, dict[str, Entry]] = defaultdict(dict)
     for key, entry in entries.items():
         by_op[entry["op"]][key] = entry
@@ -279,8 +283,8 @@ def build_profile(
         quirks += [f"{op}: {q}" for q in finding.quirks]
         if finding.remarks:
             more = len(finding.remarks) - _MAX_LISTED
-            shown = finding.remarks[:_MAX_LISTED] + ([f"and {more} more"] if more > 0 else [])
-            comments[op] = "; ".join(shown)
+            lines = finding.remarks[:_MAX_LISTED] + ([f"and {more} more"] if more > 0 else [])
+            comments[op] = "; ".join(lines)
         if versions:
             ops[op] = {"since": versions, **finding.limits}
     opsets = [e["opset"] for e in right]
@@ -324,7 +328,7 @@ def _lines(value: Any) -> str:
 
 
 def _schema_types(op: str) -> list[str]:
-    """Return the types that the standard has for the first input of an operator, in any version."""
+    """Return the types that any version of the schema allows for the operator's first input."""
     types = set()
     for schema in onnx.defs.get_all_schemas_with_history():
         if schema.name != op or schema.domain or not schema.inputs:

@@ -1,6 +1,6 @@
-"""Sources of probe cases: onnx's node tests, cases that they lack, and variants of both.
+"""Probe cases: onnx's node tests, extra cases, and variants of both.
 
-Variants store weights or feed them, and use other types and ranks.
+The variants store weights as initializers or feed them, and use other types and ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RANDOM = frozenset(
         "RandomUniformLike",
     }
 )
-_LARGEST = 8192  # numbers in and out
+_LARGEST = 8192  # elements of all inputs and outputs
 
 
 def onnx_cases() -> list[Case]:
@@ -60,10 +60,10 @@ def _newest(case: Case) -> Case:
     a, b = (S.schema_of(case.op, o) for o in (case.opset, newest))
     if a is None or b is None or a.since_version == b.since_version or b.deprecated:
         return case
-    same = (len(a.inputs), len(a.outputs)) == (len(b.inputs), len(b.outputs))
+    same_arity = (len(a.inputs), len(a.outputs)) == (len(b.inputs), len(b.outputs))
     defaults = [{n: default_of(case.op, s.since_version, n) for n in s.attributes} for s in (a, b)]
-    alike = same and defaults[0] == defaults[1]
-    return dataclasses.replace(case, opset=b.since_version) if alike else case
+    compatible = same_arity and defaults[0] == defaults[1]
+    return dataclasses.replace(case, opset=b.since_version) if compatible else case
 
 
 def extra_cases() -> list[Case]:
@@ -88,11 +88,11 @@ def _casts() -> list[Case]:
     x = np.asarray([[0, 1, 2], [3, 0, 5]])
     cases = []
     for a, b in pairs:
-        given = x.astype(TYPES[a])
-        wanted = given.astype(TYPES[b])
+        source = x.astype(TYPES[a])
+        expected = source.astype(TYPES[b])
         to = {"to": int(ir.DataType[b.upper()])}
         cases.append(
-            Case(f"cast_{a}_{b}", "Cast", _newest_version("Cast"), (given,), (wanted,), to)
+            Case(f"cast_{a}_{b}", "Cast", _newest_version("Cast"), (source,), (expected,), to)
         )
         like = np.ones(1, TYPES[b])
         cases.append(
@@ -100,15 +100,18 @@ def _casts() -> list[Case]:
                 f"cast_like_{a}_{b}",
                 "CastLike",
                 _newest_version("CastLike"),
-                (given, like),
-                (wanted,),
+                (source, like),
+                (expected,),
             )
         )
     return cases
 
 
 def _activations() -> list[Case]:
-    """Both sides of zero and non-default attributes; onnx tests Celu above 0 only."""
+    """Return activations on both sides of zero, with non-default attributes.
+
+    onnx's own tests evaluate Celu above 0 only.
+    """
     settings: dict[str, dict[str, float]] = {
         "Celu": {"alpha": 0.7},
         "Elu": {"alpha": 0.7},
@@ -181,7 +184,7 @@ def _with_expected_outputs(case: Case) -> Case | None:
     return None if outputs is None else dataclasses.replace(case, outputs=outputs)
 
 
-# Inputs that are numbers of the model rather than data, by their names in the standard.
+# Inputs that models store rather than receive as data, by their names in the ONNX schemas.
 _PARAMETERS = frozenset(
     {
         *("axes", "axis", "constant_value", "depth", "dft_length", "ends", "frame_length"),
@@ -205,30 +208,30 @@ _POSITIVE = frozenset({"Div", "Mod", "Pow", "BitShift", "Reciprocal", "Sqrt", "L
 
 
 def with_stored_weights(case: Case) -> Case:
-    """Return the case with weights and parameters inside the model."""
+    """Return the case with weights and parameters as initializers."""
     schema = S.schema_of(case.op, case.opset)
     if schema is None or case.stored:
         return case
-    kept = set(_WEIGHTS.get(case.op, ()))
+    stored = set(_WEIGHTS.get(case.op, ()))
     for i, formal in enumerate(schema.inputs):
         if formal.name in _PARAMETERS:
-            kept.add(i)
+            stored.add(i)
     present = {i for i, a in enumerate(case.inputs) if a is not None}
-    kept &= present
-    if kept == present:
-        kept.discard(0)
-    return dataclasses.replace(case, stored=frozenset(kept))
+    stored &= present
+    if stored == present:
+        stored.discard(0)  # a model needs an input
+    return dataclasses.replace(case, stored=frozenset(stored))
 
 
 def with_fed_weights(case: Case) -> Case | None:
-    """Return the case with all inputs fed, ``None`` if they are already."""
+    """Return the case with all inputs fed, or ``None`` if no input is stored."""
     if not case.stored:
         return None
     return dataclasses.replace(case, stored=frozenset(), variant="fed")
 
 
 def with_other_types(case: Case) -> Iterator[Case]:
-    """Return the case in other types that the schema allows."""
+    """Yield the case in other types that the schema allows."""
     schema = S.schema_of(case.op, case.opset)
     main = case.main
     if schema is None or main is None or main.dtype != np.float32 or not schema.inputs:
@@ -251,10 +254,10 @@ def with_other_types(case: Case) -> Iterator[Case]:
 
 
 def with_other_ranks(case: Case) -> Iterator[Case]:
-    """Return an elementwise node at rank 1 and rank 5."""
+    """Yield an elementwise node at rank 1 and rank 5."""
     arrays = [a for a in (*case.inputs, *case.outputs) if a is not None]
-    alike = len({a.shape for a in arrays}) == 1 and not case.attributes and not case.stored
-    if not alike or not arrays[0].ndim or not arrays[0].size:
+    elementwise = len({a.shape for a in arrays}) == 1 and not case.attributes and not case.stored
+    if not elementwise or not arrays[0].ndim or not arrays[0].size:
         return
     shape = arrays[0].shape
     for rank, dims in ((1, (-1,)), (5, (*(1,) * (5 - len(shape)), *shape))):
@@ -280,12 +283,12 @@ def _cast(array: np.ndarray, name: str, op: str) -> np.ndarray:
         return array.astype(dtype)
     whole = np.rint(np.clip(np.nan_to_num(array), -20, 20) * 3)
     if op == "ReduceProd":
-        whole = np.sign(whole)  # a product of others would not fit
+        whole = np.sign(whole)  # products of larger integers overflow
     if dtype.kind == "u" or op in _POSITIVE:
         whole = np.abs(whole) + (op in _POSITIVE)
     return whole.astype(dtype)
 
 
 def type_name(array: np.ndarray) -> str:
-    """Return the name that onnx has for the type of an array."""
+    """Return onnx's name for the type of an array."""
     return NAMES[array.dtype]

@@ -1,6 +1,6 @@
-// Runs a pack in Node: node probe.mjs DIR onnxjs|onnxruntime-node|onnxruntime-web RESULTS [PROVIDER]
-// The package is taken from where the command is run, or from NODE_PATH. Each node is run by a second
-// process, so that one which brings the runtime down costs that node only.
+// Run a pack in Node: node probe.mjs DIR onnxjs|onnxruntime-node|onnxruntime-web RESULTS [PROVIDER]
+// Loads the runtime's package from the current directory or NODE_PATH. A worker process runs the
+// nodes: if a node crashes the runtime, only that node is lost.
 import { fork } from "node:child_process";
 import { existsSync, readFileSync, writeFileSync } from "node:fs";
 import { createRequire } from "node:module";
@@ -9,7 +9,7 @@ import { fileURLToPath } from "node:url";
 import { counts, probe, summary } from "./runtimes.mjs";
 
 const RUNTIMES = ["onnxjs", "onnxruntime-node", "onnxruntime-web"];
-const SECONDS = 60; // for one node
+const SECONDS = 60; // per node
 const [folder, runtime, output, provider = ""] = process.argv.slice(2);
 const require = createRequire(join(process.cwd(), "probe.cjs"));
 
@@ -25,9 +25,9 @@ function readPack() {
 }
 
 function versionOf(name) {
-  // Not every package lets its package.json be required.
-  for (let at = dirname(require.resolve(name)); at !== dirname(at); at = dirname(at)) {
-    const file = join(at, "package.json");
+  // Search the parent directories: not every package exports its package.json.
+  for (let dir = dirname(require.resolve(name)); dir !== dirname(dir); dir = dirname(dir)) {
+    const file = join(dir, "package.json");
     if (existsSync(file)) {
       const manifest = JSON.parse(readFileSync(file, "utf8"));
       if (manifest.name === name) return manifest.version;
@@ -36,9 +36,9 @@ function versionOf(name) {
   return "";
 }
 
-function answerQuestions() {
+function runWorker() {
   const nodes = new Map(readPack().nodes.map((n) => [n.id, n]));
-  if (runtime === "onnxjs") delete globalThis.fetch; // it would look for local files in the network
+  if (runtime === "onnxjs") delete globalThis.fetch; // onnxjs would fetch local paths over the network
   const library = require(runtime);
   process.on("message", async (id) => {
     const node = nodes.get(id);
@@ -59,11 +59,11 @@ function start() {
 
 function reply(child) {
   return new Promise((resolve) => {
-    const stop = (answer) => {
+    const stop = (result) => {
       clearTimeout(timer);
       child.off("message", stop);
       child.off("exit", ended);
-      resolve(answer);
+      resolve(result);
     };
     const ended = (code, signal) => stop({ status: "crashed", message: `exit ${signal ?? code}` });
     const timer = setTimeout(() => {
@@ -91,11 +91,11 @@ async function main() {
     if (!worker) {
       worker = start();
       const hello = await worker.ready;
-      if (hello !== "ready") fail(`${runtime} does not start: ${hello.message}`, 4);
+      if (hello !== "ready") fail(`cannot start ${runtime}: ${hello.message}`, 4);
     }
-    const waiting = reply(worker.child);
+    const result = reply(worker.child); // listens before the request is sent
     worker.child.send(node.id);
-    answers[node.id] = await waiting;
+    answers[node.id] = await result;
     if (answers[node.id].status === "crashed") worker = null;
   }
   worker?.child.kill();
@@ -104,5 +104,5 @@ async function main() {
   console.log(`${runtime} ${report.version} ${provider}: ${counts(report.results)}`);
 }
 
-if (process.env.ONNXTRAIN_PROBE_WORKER) answerQuestions();
+if (process.env.ONNXTRAIN_PROBE_WORKER) runWorker();
 else await main();

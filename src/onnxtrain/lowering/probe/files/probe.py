@@ -1,7 +1,7 @@
-"""Runs a pack of single-node models in a runtime: ``python probe.py RUNTIME -o results.json``.
+"""Run a pack of single-node models in a runtime: ``python probe.py RUNTIME -o results.json``.
 
-Needs Python 3.9 or later, numpy and the runtime itself; lies beside pack.json. Each node is run by
-a second process, so that one which brings the runtime down costs that node only.
+Requires Python 3.9 or later, numpy and the runtime. Reads pack.json from its own directory by
+default. A worker process runs the nodes: if a node crashes the runtime, only that node is lost.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 
-MARK = "\x01"  # starts the lines that are ours: runtimes print, too
+MARK = "\x01"  # starts the worker's own lines: runtimes print to stdout as well
 MISSING, UNUSABLE = 3, 4  # exit codes
 TYPES = {
     "float": "<f4",
@@ -30,9 +30,9 @@ TYPES = {
     "uint64": "<u8",
     "bool": "?",
 }
-# All digits, and no search for the fastest convolution.
+# Full float32 precision; no search for the fastest convolution.
 SETTINGS = {"CUDAExecutionProvider": {"use_tf32": "0", "cudnn_conv_algo_search": "HEURISTIC"}}
-SAVED_EVERY = 250  # nodes: what is known if the whole run is cut short
+SAVE_EVERY = 250  # nodes; these results survive if the run is interrupted
 PACKAGES = {
     "onnxruntime": "onnxruntime (or onnxruntime-gpu)",
     "tract": "tract",
@@ -41,11 +41,11 @@ PACKAGES = {
 
 
 class OnTheCpuError(Exception):
-    """The node was not run where it was asked for."""
+    """The node did not run on the requested provider."""
 
 
 class OnnxRuntime:
-    """onnxruntime, as the node is: without fusions."""
+    """onnxruntime without graph optimizations."""
 
     scalars = True
 
@@ -54,8 +54,8 @@ class OnnxRuntime:
 
         self.ort, self.provider = onnxruntime, provider or "CPUExecutionProvider"
         if self.provider not in onnxruntime.get_available_providers():
-            have = ", ".join(onnxruntime.get_available_providers())
-            raise ValueError(f"this onnxruntime has no {self.provider}; it has {have}")
+            available = ", ".join(onnxruntime.get_available_providers())
+            raise ValueError(f"this onnxruntime has no {self.provider}; it has {available}")
         self.version = onnxruntime.__version__
 
     def run(self, path, feeds, outputs):
@@ -64,17 +64,17 @@ class OnnxRuntime:
         options.intra_op_num_threads = 1
         options.log_severity_level = 4
         options.graph_optimization_level = self.ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        away = self.provider != "CPUExecutionProvider"
-        if away:
+        accelerated = self.provider != "CPUExecutionProvider"
+        if accelerated:
             options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         session = self.ort.InferenceSession(
             str(path), options, providers=[(self.provider, SETTINGS.get(self.provider, {}))]
         )
-        if away:
+        if accelerated:
             if self.provider not in session.get_providers():
                 raise OnTheCpuError(f"{self.provider} did not start")
-            parts = session.get_provider_graph_assignment_info()
-            if any(part.ep_name != self.provider for part in parts):
+            subgraphs = session.get_provider_graph_assignment_info()
+            if any(subgraph.ep_name != self.provider for subgraph in subgraphs):
                 raise OnTheCpuError(f"no kernel of {self.provider}: runs on the CPU")
         return session.run(outputs, feeds)
 
@@ -93,11 +93,11 @@ class Tract:
     def run(self, path, feeds, outputs):
         """Return the outputs, in order."""
         loaded = self.tract.Onnx().load(path)
-        names = [loaded.input_name(i) for i in range(loaded.input_count())]
-        gives = [loaded.output_name(i) for i in range(loaded.output_count())]
+        input_names = [loaded.input_name(i) for i in range(loaded.input_count())]
+        output_names = [loaded.output_name(i) for i in range(loaded.output_count())]
         runnable = loaded.into_model().into_runnable()
-        arrays = [self._array(t) for t in runnable.run([feeds[n] for n in names])]
-        by_name = dict(zip(gives, arrays))  # noqa: B905 - Python 3.9 has no strict
+        arrays = [self._array(t) for t in runnable.run([feeds[n] for n in input_names])]
+        by_name = dict(zip(output_names, arrays))  # noqa: B905 - Python 3.9 has no strict
         return [by_name.get(n, arrays[i]) for i, n in enumerate(outputs)]
 
     def _array(self, tensor):
@@ -106,14 +106,14 @@ class Tract:
         except self.tract.TractError as error:
             if "TDim" not in str(error):
                 raise
-            # Integers that may be sizes have a type of their own, which numpy lacks.
+            # tract stores integers that may be dimensions as TDim, which numpy lacks.
             return tensor.convert_to(self.tract.DatumType.I64).to_numpy()
 
 
 class OpenCv:
     """OpenCV's dnn module."""
 
-    scalars = False  # its matrices have an axis at least
+    scalars = False  # its matrices have at least one axis
 
     def __init__(self, provider):
         import cv2
@@ -134,81 +134,81 @@ RUNTIMES = {"onnxruntime": OnnxRuntime, "tract": Tract, "opencv": OpenCv}
 
 
 def array_of(tensor):
-    """Return a tensor of the listing as an array."""
+    """Return a tensor of pack.json as an array."""
     import numpy as np
 
     data = np.frombuffer(base64.b64decode(tensor["data"]), TYPES[tensor["type"]])
     return data.reshape(tensor["dims"]).copy()
 
 
-def judged(outputs, tensors, scalars=True):
-    """Return what became of a node that was run: right or wrong, with the largest error."""
+def compare(outputs, tensors, scalars=True):
+    """Return whether the outputs are right or wrong, with the largest error."""
     import numpy as np
 
     worst = 0.0
     for y, tensor in zip(outputs, tensors):  # noqa: B905 - Python 3.9 has no strict
-        wanted, y = array_of(tensor), np.asarray(y)
-        if not scalars and not wanted.ndim and y.shape == (1,):
+        expected, y = array_of(tensor), np.asarray(y)
+        if not scalars and not expected.ndim and y.shape == (1,):
             y = y.reshape(())
-        if y.shape != wanted.shape:
-            message = f"shape {list(y.shape)}, not {list(wanted.shape)}"
+        if y.shape != expected.shape:
+            message = f"shape {list(y.shape)}, not {list(expected.shape)}"
             return {"status": "wrong", "message": message}
-        if y.dtype != wanted.dtype:
-            return {"status": "wrong", "message": f"type {y.dtype}, not {wanted.dtype}"}
-        rough = 1e-2 if tensor["type"] == "float16" else 1e-3
-        a, b = y.astype(np.float64), wanted.astype(np.float64)
+        if y.dtype != expected.dtype:
+            return {"status": "wrong", "message": f"type {y.dtype}, not {expected.dtype}"}
+        rtol = 1e-2 if tensor["type"] == "float16" else 1e-3
+        a, b = y.astype(np.float64), expected.astype(np.float64)
         finite = np.isfinite(b)
-        size = max(float(np.abs(b[finite]).max(initial=0)), 1e-3)
-        limit = np.where(finite, rough * np.abs(np.where(finite, b, 0)) + rough * 0.1 * size, 0)
-        if wanted.dtype.kind != "f":
+        scale = max(float(np.abs(b[finite]).max(initial=0)), 1e-3)
+        limit = np.where(finite, rtol * np.abs(np.where(finite, b, 0)) + rtol * 0.1 * scale, 0)
+        if expected.dtype.kind != "f":
             limit = np.zeros_like(limit)
         with np.errstate(invalid="ignore"):
             same = (a == b) | (np.isnan(a) & np.isnan(b)) | (np.abs(a - b) <= limit)
             error = np.abs(a - b)[np.isfinite(a) & finite]
         worst = max(worst, float(error.max(initial=0)))
         if not same.all():
-            where = "x".join(map(str, wanted.shape)) or "scalar"
-            message = f"{int((~same).sum())} of {same.size} numbers differ ({where})"
+            shape = "x".join(map(str, expected.shape)) or "scalar"
+            message = f"{int((~same).sum())} of {same.size} numbers differ ({shape})"
             return {"status": "wrong", "error": worst, "message": message}
     return {"status": "right", "error": worst}
 
 
 def first_line(error):
-    """Return the first line of an error's message that says something."""
+    """Return the first nonempty line of an error's message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:300]
 
 
 def worker(folder, runtime, provider):
-    """Answer the identifiers that come in on stdin."""
+    """Run the nodes whose identifiers arrive on stdin; print a result for each."""
 
-    def say(what):
-        print(f"\n{MARK}{json.dumps(what)}", flush=True)
+    def reply(result):
+        print(f"\n{MARK}{json.dumps(result)}", flush=True)
 
     nodes = {n["id"]: n for n in json.loads((folder / "pack.json").read_text("utf-8"))["nodes"]}
     try:
         engine = RUNTIMES[runtime](provider)
     except ImportError as error:
-        say({"missing": first_line(error)})
+        reply({"missing": first_line(error)})
         return
     except ValueError as error:
-        say({"unusable": first_line(error)})
+        reply({"unusable": first_line(error)})
         return
-    say({"version": engine.version})
+    reply({"version": engine.version})
     for line in sys.stdin:
         node = nodes[json.loads(line)]
         feeds = {t["name"]: array_of(t) for t in node["inputs"]}
         names = [t["name"] for t in node["outputs"]]
         try:
             outputs = engine.run(folder / node["file"], feeds, names)
-        except Exception as error:  # whatever a runtime raises is its refusal
-            say({"status": "refused", "message": first_line(error)})
+        except Exception as error:  # any exception of the runtime means that it refuses the node
+            reply({"status": "refused", "message": first_line(error)})
             continue
-        say(judged(outputs, node["outputs"], engine.scalars))
+        reply(compare(outputs, node["outputs"], engine.scalars))
 
 
 class Worker:
-    """The second process, and what it says."""
+    """The worker process and the replies that it prints."""
 
     def __init__(self, arguments):
         self.process = subprocess.Popen(
@@ -228,21 +228,21 @@ class Worker:
                 self.lines.put(json.loads(line[len(MARK) :]))
         self.lines.put(None)
 
-    def ask(self, what, seconds):
-        """Return the answer, or how the process ended."""
+    def request(self, identifier, seconds):
+        """Send an identifier, if any; return the reply, or how the process ended."""
         try:
-            if what is not None:
-                self.process.stdin.write(json.dumps(what) + "\n")
+            if identifier is not None:
+                self.process.stdin.write(json.dumps(identifier) + "\n")
                 self.process.stdin.flush()
-            answer = self.lines.get(timeout=seconds)
+            reply = self.lines.get(timeout=seconds)
         except queue.Empty:
             self.process.kill()
             return {"status": "crashed", "message": f"no answer in {seconds} s"}
         except OSError:
-            answer = None
-        if answer is None:
+            reply = None
+        if reply is None:
             return {"status": "crashed", "message": f"exit code {self.process.wait()}"}
-        return answer
+        return reply
 
     def end(self):
         """End the process."""
@@ -252,13 +252,13 @@ class Worker:
 
 
 def main():
-    """Run all nodes and write what became of each."""
+    """Run all nodes and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runtime", choices=sorted(RUNTIMES))
-    parser.add_argument("--provider", default="", help="of onnxruntime: CUDAExecutionProvider, ...")
+    parser.add_argument("--provider", default="", help="execution provider of onnxruntime")
     parser.add_argument("-o", "--output", default="results.json")
     parser.add_argument("--pack", default=str(pathlib.Path(__file__).resolve().parent))
-    parser.add_argument("--timeout", type=float, default=60, help="seconds for one node")
+    parser.add_argument("--timeout", type=float, default=60, help="seconds per node")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     folder = pathlib.Path(options.pack)
@@ -284,7 +284,7 @@ def main():
     for node in pack["nodes"]:
         if process is None:
             process = Worker(arguments)
-            hello = process.ask(None, 120)
+            hello = process.request(None, 120)
             if "version" not in hello:
                 process.end()
                 if "missing" in hello:
@@ -294,13 +294,13 @@ def main():
                 print(hello.get("unusable") or hello.get("message"))
                 return UNUSABLE
             version = hello["version"]
-        answer = process.ask(node["id"], options.timeout)
-        if answer["status"] == "crashed":
+        result = process.request(node["id"], options.timeout)
+        if result["status"] == "crashed":
             process.end()
             process = None
         about = {k: v for k, v in node.items() if k not in ("id", "file", "inputs", "outputs")}
-        results[node["id"]] = {**about, **answer}
-        if len(results) % SAVED_EVERY == 0:
+        results[node["id"]] = {**about, **result}
+        if len(results) % SAVE_EVERY == 0:
             save()
     if process is not None:
         process.end()

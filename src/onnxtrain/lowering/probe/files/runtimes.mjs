@@ -1,5 +1,5 @@
-// Runs the nodes of a pack in JavaScript runtimes and compares what comes out. Shared by probe.mjs
-// (Node) and probe.html (browser).
+// Run the nodes of a pack in JavaScript runtimes and compare the outputs. Used by probe.mjs (Node)
+// and probe.html (browser).
 
 const ARRAYS = {
   float: Float32Array, double: Float64Array, float16: Uint16Array, int8: Int8Array,
@@ -22,22 +22,22 @@ function half(bits) {
   return sign * (1 + fraction / 1024) * 2 ** (exponent - 15);
 }
 
-/** Gives the elements of a tensor of the listing, as its typed array. */
+/** Returns the elements of a tensor of pack.json as a typed array. */
 export function elements(tensor) {
   const bytes = bytesOf(tensor.data);
   return new ARRAYS[tensor.type](bytes.buffer);
 }
 
 function numbers(data, type) {
-  // Runtimes that know Float16Array give numbers, others the bits.
+  // Runtimes with Float16Array return numbers, others return the bits.
   const bits = type === "float16" && data instanceof Uint16Array;
   return Array.from(data, (v) => (bits ? half(v) : Number(v)));
 }
 
-/** Gives right or wrong, with the largest error: outputs are {dims, data}, in order. */
-export function judge(outputs, wanted) {
+/** Compares outputs, a list of {dims, data}; returns "right" or "wrong" and the largest error. */
+export function compare(outputs, expected) {
   let worst = 0;
-  for (const [i, tensor] of wanted.entries()) {
+  for (const [i, tensor] of expected.entries()) {
     const { dims, data } = outputs[i];
     if (JSON.stringify([...dims].map(Number)) !== JSON.stringify(tensor.dims)) {
       const message = `shape ${JSON.stringify([...dims])}, not ${JSON.stringify(tensor.dims)}`;
@@ -46,18 +46,18 @@ export function judge(outputs, wanted) {
     const a = numbers(data, tensor.type);
     const b = numbers(elements(tensor), tensor.type);
     const exact = !["float", "double", "float16"].includes(tensor.type);
-    const rough = tensor.type === "float16" ? 1e-2 : 1e-3;
-    const size = b.reduce((m, v) => (Number.isFinite(v) ? Math.max(m, Math.abs(v)) : m), 1e-3);
+    const rtol = tensor.type === "float16" ? 1e-2 : 1e-3;
+    const scale = b.reduce((m, v) => (Number.isFinite(v) ? Math.max(m, Math.abs(v)) : m), 1e-3);
     let differ = 0;
     for (const [j, v] of b.entries()) {
       const error = Math.abs(a[j] - v);
       if (Number.isFinite(error)) worst = Math.max(worst, error);
-      const limit = exact || !Number.isFinite(v) ? 0 : rough * Math.abs(v) + rough * 0.1 * size;
+      const limit = exact || !Number.isFinite(v) ? 0 : rtol * Math.abs(v) + rtol * 0.1 * scale;
       if (!(Object.is(a[j], v) || a[j] === v || error <= limit)) differ += 1;
     }
     if (differ) {
-      const where = tensor.dims.join("x") || "scalar";
-      const message = `${differ} of ${b.length} numbers differ (${where})`;
+      const shape = tensor.dims.join("x") || "scalar";
+      const message = `${differ} of ${b.length} numbers differ (${shape})`;
       return { status: "wrong", error: worst, message };
     }
   }
@@ -68,7 +68,7 @@ async function inOrt(ort, bytes, node, provider) {
   const options = { graphOptimizationLevel: "disabled", logSeverityLevel: 4 };
   if (provider) options.executionProviders = [provider];
   if (provider && !["cpu", "wasm"].includes(provider)) {
-    // A node that would run on the CPU is refused instead.
+    // Fail instead of falling back to the CPU.
     options.extra = { session: { disable_cpu_ep_fallback: "1" } };
   }
   const session = await ort.InferenceSession.create(bytes, options);
@@ -85,7 +85,7 @@ async function inOrt(ort, bytes, node, provider) {
 }
 
 async function inOnnxjs(onnx, bytes, node, provider) {
-  const types = { float: "float32", double: "float64", int64: "int32" }; // it has no int64 tensors
+  const types = { float: "float32", double: "float64", int64: "int32" }; // onnxjs has no int64 tensors
   const session = new onnx.InferenceSession({ backendHint: provider || "cpu" });
   await session.loadModel(bytes);
   const inputs = node.inputs.map((x) => {
@@ -100,7 +100,7 @@ async function inOnnxjs(onnx, bytes, node, provider) {
   }));
 }
 
-/** Gives what becomes of one node: {status, error, message}. */
+/** Runs one node; returns {status, error, message}. */
 export async function probe(runtime, library, bytes, node, provider) {
   const run = runtime === "onnxjs" ? inOnnxjs : inOrt;
   let outputs;
@@ -110,10 +110,10 @@ export async function probe(runtime, library, bytes, node, provider) {
     const lines = String(error?.message ?? error).split("\n").map((line) => line.trim());
     return { status: "refused", message: (lines.find(Boolean) ?? "").slice(0, 300) };
   }
-  return judge(outputs, node.outputs);
+  return compare(outputs, node.outputs);
 }
 
-/** Gives the content of a results file. */
+/** Returns the content of a results file. */
 export function summary(pack, runtime, version, provider, answers) {
   const results = {};
   for (const { id, file, inputs, outputs, ...about } of pack.nodes) {
@@ -123,7 +123,7 @@ export function summary(pack, runtime, version, provider, answers) {
   return { format: pack.format, runtime, version, provider, date, onnx: pack.onnx, results };
 }
 
-/** Gives the counts of a results file in words. */
+/** Formats how many results have each status. */
 export function counts(results) {
   const states = Object.values(results).map((r) => r.status);
   return ["right", "wrong", "refused", "crashed"]
