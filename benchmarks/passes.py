@@ -28,6 +28,7 @@ import dataclasses
 import gc
 import hashlib
 import json
+import multiprocessing
 import statistics
 import sys
 import tempfile
@@ -160,9 +161,10 @@ class Build:
     used: frozenset[Switch] = frozenset()
 
 
-def build(net: AnyNet, path: Path, target: str, switch: Switch | None, folder: str) -> Build:
+def build(name: str, path: Path, target: str, switch: Switch | None, folder: str) -> Build:
     """Build a net, without what a switch turns off, and save it."""
     warnings.simplefilter("ignore")
+    net = NETS[target][name]  # by name, because nets cannot be sent to another process
     with contextlib.ExitStack() as stack:
         used = stack.enter_context(recording()) if switch is None else set[Switch]()
         if switch is not None:
@@ -258,7 +260,7 @@ def measure(
     """Measure what is not known yet of a net, and pass each row to `keep`."""
     path = net.export(options.models)
     with tempfile.TemporaryDirectory() as folder, _pool(options.jobs) as run:
-        base = run(build, net, path, target, None, folder).result()
+        base = run(build, net.name, path, target, None, folder).result()
         chosen = [s for s in wanted if s in base.used and (net.name, s.name) not in known]
         for s in wanted:
             if s.kind == "pass" and s not in base.used:
@@ -268,7 +270,7 @@ def measure(
         again = Switch("itself", ITSELF)
         queue = [again] if (net.name, ITSELF) not in known else []
         queue += chosen
-        builds = [(s, run(build, net, path, target, s, folder)) for s in queue]
+        builds = [(s, run(build, net.name, path, target, s, folder)) for s in queue]
         for s, built in builds:
             other = built.result()
             row = {"net": net.name, "kind": s.kind, "name": s.name}
@@ -283,7 +285,9 @@ def measure(
 def _pool(jobs: int) -> Iterator[Callable[..., concurrent.futures.Future[Build]]]:
     """Return what runs a function now, or in one of several processes."""
     if jobs > 1:
-        with concurrent.futures.ProcessPoolExecutor(jobs) as pool:
+        with concurrent.futures.ProcessPoolExecutor(
+            jobs, multiprocessing.get_context("spawn")
+        ) as pool:
             yield pool.submit
         return
 

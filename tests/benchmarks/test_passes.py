@@ -44,10 +44,10 @@ def test_every_switch_has_a_name_of_its_own() -> None:
 def test_builds_that_differ_are_measured(tmp_path: Path) -> None:
     net = NETS["cpu"]["mlp"]
     path = net.export(tmp_path)
-    base = passes.build(net, path, "cpu", None, str(tmp_path))
+    base = passes.build(net.name, path, "cpu", None, str(tmp_path))
     switch = passes.Switch("pass", "expand_label_losses")
     assert switch in base.used
-    other = passes.build(net, path, "cpu", switch, str(tmp_path))
+    other = passes.build(net.name, path, "cpu", switch, str(tmp_path))
     assert other.digest != base.digest
     row = passes.compare(net, (base.folder, other.folder), "cpu", 1)
     assert row["low"] == row["ratio"] == row["high"] > 0
