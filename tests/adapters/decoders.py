@@ -1,4 +1,4 @@
-"""Small decoders as onnxruntime-genai's builder writes them: packed QKV, fused norms, int4."""
+"""Small decoders in the format of onnxruntime-genai's builder: packed QKV, fused norms, int4."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK = 32
 
 @dataclasses.dataclass
 class Decoder:
-    """A file and the float weights that it stands for, [outputs, inputs], by torch's name."""
+    """A file and its dequantized weights, [outputs, inputs], by torch's names."""
 
     path: Path
     weights: dict[str, np.ndarray]
@@ -65,7 +65,7 @@ class _Graph:
         return (self.rng.standard_normal((outputs, inputs)) * 0.15).astype(np.float32)
 
     def product(self, x: str, path: str, weight: np.ndarray) -> np.ndarray:
-        """Append a product in the builder's spelling; return the weights that it really has."""
+        """Append a MatMul or MatMulNBits as the builder does; return its dequantized weight."""
         y = f"/{path}/MatMul/output_0"
         name = path.replace("/", ".") + ".MatMul.weight"
         if not self.int4:
@@ -90,7 +90,7 @@ class _Graph:
 
 
 def quantized(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return bytes, scales and the numbers they stand for: symmetric, blocks of 32, 4 bits."""
+    """Quantize a weight to symmetric int4 in blocks of 32; return codes, scales, dequantized."""
     n, k = weight.shape
     blocks = weight.reshape(n, k // BLOCK, BLOCK)
     scales = (np.abs(blocks).max(-1) / 7).astype(np.float32)
@@ -101,7 +101,7 @@ def quantized(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def write(folder: Path, *, int4: bool = False, family: str = "llama") -> Decoder:
-    """Write a decoder with its genai_config.json; Phi-3's is the same graph by another name."""
+    """Write a decoder with its genai_config.json; Phi-3 differs only in ``model_type``."""
     g = _Graph(int4=int4)
     w = g.weights
     w["model.embed_tokens"] = g.drawn(VOCABULARY, HIDDEN)
@@ -251,7 +251,7 @@ def _save(g: _Graph, path: Path) -> None:
 
 
 def batch(rows: int = 2, length: int = 6) -> dict[str, np.ndarray]:
-    """Return what the decoder reads, with empty caches; the second row is padded on the right."""
+    """Return inputs with empty caches; the second row is padded on the right."""
     rng = np.random.default_rng(1)
     ids = rng.integers(0, VOCABULARY, (rows, length)).astype(np.int64)
     mask = np.ones((rows, length), np.int64)

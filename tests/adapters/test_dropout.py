@@ -1,4 +1,4 @@
-"""Dropout of adapters: what a branch reads, with one mask instead of a drawn one."""
+"""Dropout of adapters, compared with torch by a fixed mask in place of Dropout."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def two_layers() -> onnx.ModelProto:
 
 
 def with_mask(adapted: onnxtrain.Adapted, masks: dict[str, np.ndarray]) -> onnx.ModelProto:
-    """Return the model with products in the place of Dropout, by the name of what they read."""
+    """Return the model with Mul by a mask in place of each Dropout; masks by the input's name."""
     proto = ir.to_proto(adapted.model)
-    places = [n for n in proto.graph.node if n.op_type == "Dropout"]
-    assert {n.input[0] for n in places} == set(masks)
-    for node in places:
+    dropouts = [n for n in proto.graph.node if n.op_type == "Dropout"]
+    assert {n.input[0] for n in dropouts} == set(masks)
+    for node in dropouts:
         mask = ir.Tensor(masks[node.input[0]], name=f"{node.input[0]}_mask")
         proto.graph.initializer.append(ir.serde.serialize_tensor(mask))
         node.op_type = "Mul"

@@ -1,4 +1,4 @@
-"""Files of adapters: PEFT directories, ``.onnx_adapter``, merged models, and back."""
+"""PEFT directories, ``.onnx_adapter`` files and merged models: export, load and compare."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.adapters.test_gradients import conv_net, drawn
 
 
 def run(model: ir.Model | str | os.PathLike[str], feeds, adapter=None, output="logits"):
-    """Return the logits on stock onnxruntime, with an adapter file or without."""
+    """Return the logits from onnxruntime, optionally with an adapter file."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
@@ -36,7 +36,7 @@ def run(model: ir.Model | str | os.PathLike[str], feeds, adapter=None, output="l
 
 
 def exact(path) -> ir.Model:
-    """Return a file whose packed products do not round their input, to be compared with floats."""
+    """Return a model with accuracy_level 0: MatMulNBits does not round its input."""
     model = onnxtrain.load(path)
     for node in model.graph:
         node.attributes.pop("accuracy_level", None)

@@ -1,4 +1,4 @@
-"""Gradients of adapters against torch, in float64, on the weights that the file stands for."""
+"""Gradients of adapters, compared with torch in float64 on the dequantized weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IGNORED = -100
 
 
 def drawn(adapted: onnxtrain.Adapted) -> onnxtrain.Adapted:
-    """Every branch counts: none of the factors is zero."""
+    """Return random values for all A and B: with the initial zeros, B hides errors in A."""
     rng = np.random.default_rng(2)
     values = {
         n: a * rng.uniform(0.8, 1.2, a.shape)

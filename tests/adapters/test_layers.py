@@ -1,4 +1,4 @@
-"""Each kind of layer that can have a branch: what it adds, its name in torch, and merging it."""
+"""Adapters of each kind of layer: output, module name and merging."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEAD = '<ir_version: 10, opset_import: ["" : {opset}, "com.microsoft" : 1]>\n'
 
 
 def net(body: str, opset: int = 21, x: str = f"float[M,{K}] x", **tensors: np.ndarray):
-    """Return a model of one layer; ``__`` in names stands for a dot."""
+    """Return a model with one layer; ``__`` in names becomes a dot."""
     text = HEAD.replace("{opset}", str(opset)) + f"g ({x}) => (float[M,{N}] y) {{ {body} }}"
     model = onnx.parser.parse_model(text)
     for node in model.graph.node:
@@ -40,7 +40,7 @@ def int8(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def bnb4(weight: np.ndarray) -> dict[str, np.ndarray]:
-    """Return codes and scales; any bytes stand for some weights."""
+    """Return random codes and scales."""
     codes = RNG.integers(0, 256, weight.size // 2).astype(np.uint8)
     return {
         "fc__weight_Bnb4": codes,

@@ -1,4 +1,4 @@
-"""What ``lora`` puts into a graph, and what it leaves alone."""
+"""``lora``: targets, ranks, initial values, and what it does not change."""
 
 from __future__ import annotations
 

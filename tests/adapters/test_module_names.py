@@ -1,4 +1,4 @@
-"""Modules that files and transformers call or cut otherwise."""
+"""Module names that differ between files and transformers, and packed modules."""
 
 from __future__ import annotations
 

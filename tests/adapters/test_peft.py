@@ -1,4 +1,4 @@
-"""What PEFT itself says of our adapters, where it is installed."""
+"""Compare adapters with PEFT itself, in an environment that has it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def interpreter() -> str:
 
 
 def rows_of(program: str, *names: str) -> list[dict[str, Any]]:
-    """Return what a program prints that runs where peft is installed."""
+    """Run a program in the environment with peft; return its output."""
     return lines_of("-m", f"tests.adapters.{program}", str(FILES), *names)
 
 
 def lines_of(*arguments: str) -> list[dict[str, Any]]:
-    """Return the lines of JSON that Python writes where peft is installed."""
+    """Run Python in the environment with peft; return the JSON lines it prints."""
     if not Path(interpreter()).exists():
         pytest.skip("no environment with peft: python -m tests.adapters.peft_environment")
     done = subprocess.run(

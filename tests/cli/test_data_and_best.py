@@ -1,4 +1,4 @@
-"""Other kinds of data, the best epoch, a learning rate and example files on the command line."""
+"""Commands example, lr-find and export --best, and data formats of --data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.cli.test_training import run
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """What ``onnxtrain example`` writes, and artifacts of it."""
+    """Return a folder with the files of ``onnxtrain example`` and artifacts of its model."""
     output = run("example", tmp_path)
     assert output.endswith("model.onnx, train.npz, test.npz, train.csv\n")
     run(

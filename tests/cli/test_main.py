@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it writes, how it fails."""
+"""Commands explain, grad and ops: output, files and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUANTIZED = """net (float[4] x) => (float[4] y) <float s = {0.1}> { q = Quantize
 
 
 class Run:
-    """Runs the command line in this process; gives exit code, output and errors."""
+    """Runs the command line in this process; returns exit code, stdout and stderr."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self.monkeypatch, self.capsys = monkeypatch, capsys

@@ -1,4 +1,4 @@
-"""build, train, eval and export on the command line."""
+"""Commands build, train, eval and export."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(*arguments: object) -> str:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A folder with model.onnx, train.npz, test.npz and the artifacts of the model."""
+    """Return a folder with model.onnx, train.npz, test.npz and artifacts."""
     (tmp_path / "model.onnx").write_bytes(classifier().SerializeToString())
     for name, n, seed in (("train", 160, 0), ("test", 80, 1)):
         x, labels = data(n, seed=seed)
@@ -157,7 +157,7 @@ def test_invalid_sizes(place: Path) -> None:
 
 
 def giant() -> bytes:
-    """An .npz file whose array has a header that promises more than any memory."""
+    """Write an .npz file whose header declares an array larger than any memory."""
     header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({2**61 - 1},)}}".encode() + b"\n"
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:

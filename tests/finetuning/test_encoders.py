@@ -1,4 +1,4 @@
-"""Encoders: classes of texts, vectors of texts, and what is put behind a model for them."""
+"""Encoders: text classification, sentence embeddings, and the layers added for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fine-tuning from a folder and a file of texts to adapters and a model to serve."""
+"""Fine-tuning of language models: data, adapters, output files, resuming and errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ import pytest
 
 import onnxtrain
 from onnxtrain.errors import LoadError, OnnxTrainError, PrepareError, ShapeError
+from onnxtrain.finetuning import FineTuneOptions, FineTuneRun
+from onnxtrain.graph.io import reader
 from onnxtrain.text import generate
+from onnxtrain.text.generate import make_decoder
 from tests.text.models import HEAD, genai_folder, llama
 from tests.text.words import write_lines, write_tokenizer
 
@@ -223,7 +226,7 @@ def test_a_used_output_folder_raises(folder: Path, tmp_path: Path) -> None:
 
 
 def with_hidden_states(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with what its last layer reads as another output, the first."""
+    """Return the model with the input of its last layer as an additional first output."""
     work = ir.from_proto(model)
     (scores,) = [y for y in work.graph.outputs if y.name == "logits"]
     head = scores.producer()
@@ -272,3 +275,17 @@ def test_models_that_do_not_run_train_without_samples(
     assert result.samples == ()
     assert "no samples: the model does not run here: onnxruntime cannot" in result.notes[-1]
     assert "merged/" in result.files
+
+
+@pytest.mark.parametrize("lora_rank", [2, 0])
+def test_preparing_a_run_loads_and_checks_the_model_once(
+    lora_rank: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[int] = []
+    finish = reader._finish_load
+    monkeypatch.setattr(reader, "_finish_load", lambda *args: loads.append(1) or finish(*args))
+    options = FineTuneOptions(lora_rank=lora_rank, progress=False)
+    run = FineTuneRun(folder, CHAT, options)
+    run.build()
+    make_decoder(run.folder)
+    assert len(loads) == 1

@@ -1,4 +1,4 @@
-"""Vision models on folders and tables of pictures; the head goes where PEFT has it."""
+"""Vision models on folders and tables of images; the head becomes ``modules_to_save``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small language models, spelled as onnxruntime-genai's builder spells them."""
+"""Small language models with the operators and names of onnxruntime-genai's builder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEAD, BLOCK, EPSILON = 16, 16, 1e-6
 
 
 class Writer:
-    """Appends nodes by name; weights are drawn from a generator."""
+    """Appends named nodes with random weights to a graph."""
 
     def __init__(self, seed: int) -> None:
         self.graph = ir.Graph(
@@ -50,7 +50,7 @@ class Writer:
         return value
 
     def product(self, name: str, x: ir.Value, rows: int, columns: int, *, int4: bool) -> ir.Value:
-        """``x @ W``, from ``rows`` to ``columns`` numbers; in blocks of 4 bits if asked."""
+        """Return ``x @ W`` with W of shape [rows, columns], optionally quantized to int4."""
         place = name.replace("/", ".").strip(".")
         if not int4:
             weight = self.normal(f"{place}.MatMul.weight", rows, columns)
@@ -134,7 +134,7 @@ def llama(
 def _norm(
     w: Writer, name: str, x: ir.Value, skip: ir.Value | None, width: int
 ) -> tuple[ir.Value, ir.Value]:
-    """Return the normalised sum, and the sum."""
+    """Return the normalized sum and the sum."""
     scale = w.weight(f"{name.strip('/').replace('/', '.')}.weight", np.ones(width, np.float32))
     if skip is None:
         kind = "SimplifiedLayerNormalization"
@@ -150,7 +150,7 @@ def _output(graph: ir.Graph, y: ir.Value, name: str, dims: list[str | int]) -> N
 
 
 def genai_folder(folder: Path, model: onnx.ModelProto, *, context: int = 128) -> Path:
-    """Write a model and its configuration, as the builder does; return the folder."""
+    """Write a model with its genai_config.json; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     onnx.save(model, folder / "model.onnx")
     vocabulary = model.graph.output[0].type.tensor_type.shape.dim[2].dim_value
@@ -162,7 +162,7 @@ def genai_folder(folder: Path, model: onnx.ModelProto, *, context: int = 128) ->
 
 
 def encoder(vocabulary: int = 96, width: int = 16, *, classes: int = 0) -> onnx.ModelProto:
-    """Return a small encoder: vectors of tokens, or scores of the first token if asked."""
+    """Return a small encoder with token embeddings or, with ``classes``, logits."""
     w = Writer(3)
     ids, mask, types = (
         w.input(name, INT64, ["batch", "sequence"])

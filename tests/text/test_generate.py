@@ -1,4 +1,4 @@
-"""Generated text: the same with and without a cache, and as the model's own scores say."""
+"""Generation: equal with and without a cache, sampling, and tokenizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Language models without their caches compute the same, and can be trained."""
+"""``without_cache``: equal logits, constants for settings, and training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tokenizer that is trained on a few sentences, and the files around it."""
+"""A tokenizer trained on a few sentences, with its configuration files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write_tokenizer(folder: Path, size: int = 96, *, template: str | None = CHAT
 
 
 def write_lines(path: Path, *rows: object) -> Path:
-    """Write a JSONL file; texts stay as they are."""
+    """Write a JSONL file; strings are written unchanged."""
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
