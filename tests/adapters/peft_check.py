@@ -144,7 +144,7 @@ def batch(model: ir.Model) -> dict[str, np.ndarray]:
 
 
 def head_size(model: ir.Model) -> int:
-    """Return the width of a head, where caches do not tell it."""
+    """Return the width of a head, where caches have a symbolic size."""
     attention = next(n for n in model.graph if n.op_type == "GroupQueryAttention")
     layer = next(x for x in find_base_layers(model.graph) if x.module.endswith("o_proj"))
     return layer.inputs // attention.attributes.get_int("num_heads", 1)

@@ -80,11 +80,11 @@ def test_image_folders(place: Path) -> None:
     image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
     data = digits_data(60)
     for i, (x, y) in enumerate(zip(data["image"], data["labels"], strict=True)):
-        folder = place / "pictures" / str(y)
+        folder = place / "images" / str(y)
         folder.mkdir(parents=True, exist_ok=True)
         image.fromarray((x.reshape(8, 8) * 255).astype(np.uint8)).save(folder / f"{i}.png")
-    run("train", place / "art", "--data", place / "pictures", "--epochs", 30, "--quiet")
-    scores = json.loads(run("eval", place / "art", "--data", place / "pictures", "--json"))
+    run("train", place / "art", "--data", place / "images", "--epochs", 30, "--quiet")
+    scores = json.loads(run("eval", place / "art", "--data", place / "images", "--json"))
     assert scores["accuracy"] > 0.9
     assert scores["samples"] == 60
 

@@ -34,7 +34,7 @@ def commands() -> list[Block]:
     return [b for b in page if b.kind == "sh" and b.code.startswith("onnxtrain finetune ")]
 
 
-def write_pictures(folder: Path, count: int = 8) -> Path:
+def write_images(folder: Path, count: int = 8) -> Path:
     """Write red cats and blue dogs."""
     image = pytest.importorskip("PIL.Image", reason="the extra onnxtrain[images] is not installed")
     rng = np.random.default_rng(3)
@@ -68,7 +68,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     genai_folder(write_tokenizer(tmp_path / "llama-int4"), llama(layers=1))
     onnx.save(encoder(), write_tokenizer(tmp_path / "encoder") / "model.onnx")
     onnx.save(vision(), tmp_path / "vision.onnx")
-    write_pictures(tmp_path / "images")
+    write_images(tmp_path / "images")
     write_lines(tmp_path / "chat.jsonl", *CHAT)
     rows = [f"{row['text']},{row['label']}" for row in LABELLED]
     (tmp_path / "labels.csv").write_text("\n".join(["text,label", *rows]))

@@ -18,7 +18,7 @@ from onnxtrain.cli.main import app
 from onnxtrain.errors import CheckpointError, OnnxTrainError, PrepareError
 from onnxtrain.finetuning import FineTuneOptions, FineTuneRun
 from onnxtrain.finetuning.tasks import VisionTask
-from tests.finetuning.test_docs import vision, write_pictures
+from tests.finetuning.test_docs import vision, write_images
 
 FAST = {"progress": False, "epochs": 15, "lr": 0.02, "batch_size": 4}
 ADAPTERS = {"lora_rank": 2, "targets": ["conv*"]}
@@ -27,18 +27,18 @@ ADAPTERS = {"lora_rank": 2, "targets": ["conv*"]}
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     onnx.save(vision(), tmp_path / "vision.onnx")
-    write_pictures(tmp_path / "pictures")
+    write_images(tmp_path / "images")
     return tmp_path
 
 
-def scores(model: Path, pictures: np.ndarray) -> np.ndarray:
-    return ort.InferenceSession(str(model)).run(["logits"], {"pixel_values": pictures})[0]
+def scores(model: Path, images: np.ndarray) -> np.ndarray:
+    return ort.InferenceSession(str(model)).run(["logits"], {"pixel_values": images})[0]
 
 
 def test_adapters_and_a_new_head_learn_image_classes(folder: Path) -> None:
     out = folder / "out"
     result = onnxtrain.finetune(
-        folder / "vision.onnx", folder / "pictures", out, validation=0.25, **ADAPTERS, **FAST
+        folder / "vision.onnx", folder / "images", out, validation=0.25, **ADAPTERS, **FAST
     )
     assert result.after["accuracy"] == 1.0
     assert json.loads((out / "labels.json").read_text()) == {"0": "cat", "1": "dog"}
@@ -66,7 +66,7 @@ def test_adapters_and_a_new_head_learn_image_classes(folder: Path) -> None:
 
 def test_command_accepts_a_table_of_paths(folder: Path) -> None:
     table = folder / "list.csv"
-    rows = [(f"pictures/{c}/{i}.png", c) for c in ("dog", "cat") for i in range(8)]
+    rows = [(f"images/{c}/{i}.png", c) for c in ("dog", "cat") for i in range(8)]
     with table.open("w", newline="") as file:
         csv.writer(file).writerows([("image", "label"), *rows])
     given = [str(folder / "vision.onnx"), "--data", str(table), "-o", str(folder / "out")]
@@ -85,9 +85,9 @@ def test_command_accepts_a_table_of_paths(folder: Path) -> None:
 def test_images_are_normalized_by_the_preprocessor_config(folder: Path) -> None:
     settings = {"do_normalize": True, "image_mean": [0.5, 0.25, 0.0], "image_std": [0.5, 0.5, 2.0]}
     options = FineTuneOptions(progress=False)
-    plain = FineTuneRun(folder / "vision.onnx", folder / "pictures", options).task
+    plain = FineTuneRun(folder / "vision.onnx", folder / "images", options).task
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
-    normal = FineTuneRun(folder / "vision.onnx", folder / "pictures", options).task
+    normal = FineTuneRun(folder / "vision.onnx", folder / "images", options).task
     mean = np.array(settings["image_mean"], np.float32).reshape(1, 3, 1, 1)
     deviation = np.array(settings["image_std"], np.float32).reshape(1, 3, 1, 1)
     assert isinstance(plain, VisionTask)
@@ -125,9 +125,9 @@ def test_invalid_image_data_raises_before_training(folder: Path) -> None:
     refused(folder, "at least two classes, got cat", PrepareError)
     table.write_text("a,b\n1,2\n")
     refused(folder, "no columns image and label")
-    write_pictures(folder / "more")
+    write_images(folder / "more")
     (folder / "more" / "dog").rename(folder / "more" / "bird")
     options = FineTuneOptions(validation=folder / "more", progress=False)
     with pytest.raises(OnnxTrainError, match="unknown class 'bird'"):
-        FineTuneRun(folder / "vision.onnx", folder / "pictures", options)
+        FineTuneRun(folder / "vision.onnx", folder / "images", options)
     assert not (folder / "out").exists()

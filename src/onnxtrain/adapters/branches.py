@@ -447,10 +447,10 @@ def _dynamic_rank_shapes(target: TargetModule) -> tuple[ir.Shape, ir.Shape]:
     rank = f"lora_rank.{target.module}"
     if target.kind != CONV:
         return ir.Shape([target.inputs, rank]), ir.Shape([rank, target.outputs])
-    narrow = rank if target.groups == 1 else f"{rank}.group"
+    group_rank = rank if target.groups == 1 else f"{rank}.group"
     ones = (1,) * len(target.kernel)
     return ir.Shape([rank, target.inputs, *target.kernel]), ir.Shape(
-        [target.outputs, narrow, *ones]
+        [target.outputs, group_rank, *ones]
     )
 
 

@@ -37,8 +37,8 @@ def main() -> None:
         sys.exit(1)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(value: bool) -> None:
+    if value:
         typer.echo(onnxtrain.__version__)
         raise typer.Exit
 

@@ -72,8 +72,8 @@ def past_of(present: str, past: Iterable[str]) -> str | None:
     >>> past_of("present.0.key", ["past_key_values.0.key", "past_key_values.0.value"])
     'past_key_values.0.key'
     """
-    wanted = _parts(present)
-    return next((name for name in past if _parts(name) == wanted), None)
+    parts = _parts(present)
+    return next((name for name in past if _parts(name) == parts), None)
 
 
 def _parts(name: str) -> tuple[str, ...]:
