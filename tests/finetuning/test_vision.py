@@ -119,9 +119,9 @@ def refused(folder: Path, message: str, error: type[Exception] = OnnxTrainError)
 
 def test_invalid_image_data_raises_before_training(folder: Path) -> None:
     table = folder / "data.csv"
-    table.write_text("image,label\npictures/cat/0.png,cat\nnothing.png,dog\n")
+    table.write_text("image,label\nimages/cat/0.png,cat\nnothing.png,dog\n")
     refused(folder, "line 3: image .* does not exist")
-    table.write_text("image,label\npictures/cat/0.png,cat\n")
+    table.write_text("image,label\nimages/cat/0.png,cat\n")
     refused(folder, "at least two classes, got cat", PrepareError)
     table.write_text("a,b\n1,2\n")
     refused(folder, "no columns image and label")
