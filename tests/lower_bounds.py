@@ -20,7 +20,7 @@ FAST = (
     *("tests/artifacts/test_checkpoint.py", "tests/artifacts/test_directory.py"),
     *("tests/artifacts/test_vector_models.py", "tests/autodiff/test_scan.py"),
     *("tests/graph/test_load.py", "tests/graph/test_save.py", "tests/graph/test_modes.py"),
-    *("tests/graph/test_unfit_nodes.py", "tests/lowering/test_legalize.py"),
+    *("tests/graph/test_invalid_nodes.py", "tests/lowering/test_legalize.py"),
     *("tests/lowering/test_budget.py", "tests/runtime/test_feeds.py"),
     *("tests/training/test_labels.py", "tests/training/test_resume_settings.py"),
     *("tests/training/test_checkpoint_metadata.py", "tests/training/test_shown.py"),

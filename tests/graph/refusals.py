@@ -1,4 +1,4 @@
-"""How the tests ask `load` for a refusal."""
+"""Helpers for tests of `load` errors."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int, int]]:
 
 
 def refusal(source: object, folder: Path, **options: object) -> str:
-    """The error's text, after checking that it came quickly and that no file changed."""
+    """Return the message of the LoadError; check that it came fast and that no file changed."""
     before, cwd, start = snapshot(folder), os.listdir(), time.thread_time()
     with pytest.raises(LoadError) as caught:
         load(source, **options)  # type: ignore[arg-type]
-    # Of this thread alone: what else the machine does takes none of it.
+    # CPU time of this thread, independent of the machine's load.
     assert time.thread_time() - start < 1
     assert snapshot(folder) == before
     assert os.listdir() == cwd

@@ -1,4 +1,4 @@
-"""Small valid models, as text, and ways to spoil them."""
+"""Small valid models as text, and functions that build invalid ones."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def parse(text: str) -> onnx.ModelProto:
 
 
 def with_raw_weight(values: np.ndarray, data_type: int = onnx.TensorProto.FLOAT) -> onnx.ModelProto:
-    """LINEAR with a spare initializer 'v' in raw_data."""
+    """Return LINEAR with an extra initializer 'v' in raw_data."""
     model = parse(LINEAR)
     tensor = model.graph.initializer.add()
     tensor.name, tensor.data_type = "v", data_type
@@ -71,7 +71,7 @@ def with_raw_weight(values: np.ndarray, data_type: int = onnx.TensorProto.FLOAT)
     return model
 
 
-def externalise(tensor: onnx.TensorProto, **entries: object) -> None:
+def make_external(tensor: onnx.TensorProto, **entries: object) -> None:
     """Make ``tensor`` refer to external data with these entries."""
     for field in ("raw_data", "float_data"):
         tensor.ClearField(field)
@@ -82,14 +82,14 @@ def externalise(tensor: onnx.TensorProto, **entries: object) -> None:
 
 
 def external_model(**entries: object) -> onnx.ModelProto:
-    """LINEAR whose weight (three floats) is in external data."""
+    """Return LINEAR whose weight (three floats) is in external data."""
     model = parse(LINEAR)
-    externalise(model.graph.initializer[0], **entries)
+    make_external(model.graph.initializer[0], **entries)
     return model
 
 
 def nested_ifs(depth: int) -> onnx.ModelProto:
-    """If in If in If ..."""
+    """Return a model with If nodes nested ``depth`` levels deep."""
     model = parse(_HEAD + "agraph (bool c, float[2] x) => (float[2] y0) { y0 = Identity(x) }")
     graph = model.graph
     for level in range(depth):

@@ -1,4 +1,4 @@
-"""Masks of whole numbers in the standard's attention: they are added, as stock runtimes do."""
+"""Integer masks of the Attention operator are added to the scores, as runtimes do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import onnxtrain
 
 
 @pytest.mark.parametrize("keys", [5, 3])
-def test_whole_numbers_are_added(keys):
+def test_integer_masks_are_added(keys):
     text = f"""<ir_version: 11, opset_import: ["" : 23]>
     g (float[2,5,8] q, float[2,5,8] k, float[2,5,8] v, int64[5,{keys}] mask) => (float[2,5,8] y) {{
         y = Attention <q_num_heads = 2, kv_num_heads = 2> (q, k, v, mask)
@@ -29,8 +29,8 @@ def test_whole_numbers_are_added(keys):
         np.testing.assert_allclose(y, original.run(None, feeds)[0], rtol=1e-5, atol=1e-6)
         step = 1e-2 * dq / np.linalg.norm(dq)
         sides = [original.run(None, {**feeds, "q": feeds["q"] + s * step})[0] for s in (1, -1)]
-        slope = float(((sides[0] - sides[1]).astype(np.float64) * u).sum())
-        assert slope == pytest.approx(2e-2 * np.linalg.norm(dq), rel=1e-2)
+        derivative = float(((sides[0] - sides[1]).astype(np.float64) * u).sum())
+        assert derivative == pytest.approx(2e-2 * np.linalg.norm(dq), rel=1e-2)
     else:
         wide = {**feeds, "mask": np.full((5, 5), -(2**40))}
         wide["mask"][:, :keys] = feeds["mask"]

@@ -1,4 +1,4 @@
-"""Results of products that a mask sets to zero stay in 16 bits; other masks are not touched."""
+"""Matmul results masked with zero stay in 16 bits; other masked results do not."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def type_of_where(number: str) -> ir.DataType | None:
     return where.outputs[0].dtype
 
 
-def test_zeros_behind_attention_stay_in_16_bits() -> None:
+def test_zero_masks_stay_in_16_bits() -> None:
     assert type_of_where("0.0") == ir.DataType.BFLOAT16
 
 
 @pytest.mark.parametrize("number", ["-3.4028234e38", "-1e30"])
-def test_scores_hidden_by_a_large_number_do_not(number: str) -> None:
+def test_large_negative_masks_do_not(number: str) -> None:
     assert type_of_where(number) == ir.DataType.FLOAT

@@ -1,4 +1,4 @@
-"""One reader of signatures for gradient rules, lowerings and decompositions."""
+"""Calls of gradient rules, lowerings and decompositions by their signatures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_inputs_by_position_and_keywords_by_name() -> None:
 
 
 @pytest.mark.parametrize(("given", "gets"), [({}, 3.0), ({"alpha": 2.0}, 2.0)])
-def test_the_signature_has_the_default_of_an_operator_without_schema(given, gets) -> None:
+def test_signature_default_without_schema(given, gets) -> None:
     def function(op, x, *, alpha=3.0, beta):
         return alpha, beta
 
@@ -43,7 +43,7 @@ def test_the_signature_has_the_default_of_an_operator_without_schema(given, gets
     assert call_by_signature(function, builder(), one, context={}) == (gets, None)
 
 
-def test_a_word_of_the_context_goes_before_an_attribute() -> None:
+def test_context_takes_precedence_over_attributes() -> None:
     def function(op, x, *, axis):
         return axis
 
@@ -51,7 +51,7 @@ def test_a_word_of_the_context_goes_before_an_attribute() -> None:
     assert call_by_signature(function, builder(), one, context={"axis": "mine"}) == "mine"
 
 
-def test_what_a_function_would_not_see() -> None:
+def test_describe_unhandled() -> None:
     def one(op, x):
         return x
 
@@ -70,7 +70,7 @@ def test_what_a_function_would_not_see() -> None:
     assert describe_unhandled(with_node, node("Sum", 9, x=1), "lowering") is None
 
 
-def test_a_signature_is_read_once_and_keeps_nothing_alive() -> None:
+def test_signature_cache_is_weak() -> None:
     class Holder:
         def method(self, op, x, *, axis=4):
             return axis
@@ -87,7 +87,7 @@ def test_a_signature_is_read_once_and_keeps_nothing_alive() -> None:
     assert alive() is None
 
 
-def test_a_callable_that_cannot_be_hashed() -> None:
+def test_unhashable_callable() -> None:
     @dataclasses.dataclass
     class Scaled:
         by: float

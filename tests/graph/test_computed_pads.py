@@ -1,4 +1,4 @@
-"""Sizes behind arguments that a file computes from constants."""
+"""Shape inference with pads that the model computes from constants."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onnxtrain.graph.shapes import dims_of
 from onnxtrain.importer import prepare
 
 
-def test_pads_that_are_computed_give_sizes() -> None:
+def test_computed_pads_give_static_sizes() -> None:
     text = """
     <ir_version: 8, opset_import: ["": 13]>
     computed (float[batch, 3, 16, 16] x) => (float[n, c, h, w] y)

@@ -1,4 +1,4 @@
-"""Nodes are in an order in the file from which onnxruntime makes one that needs little memory."""
+"""The file order of training graphs makes onnxruntime run them with low peak memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def network() -> nn.Module:
 
 
 def ran(model: onnx.ModelProto, folder: Path) -> list[str]:
-    """Return the outputs of nodes in the order in which onnxruntime ran them."""
+    """Return the outputs of nodes in the order that onnxruntime ran them."""
     options = onnxruntime.SessionOptions()
     options.enable_profiling = True
     options.profile_file_prefix = str(folder / "run")
@@ -48,7 +48,7 @@ def test_weights_have_their_gradients_before_the_next_layer(target: str, tmp_pat
     model = onnxtrain.vjp(from_torch(network(), (torch.randn(4, 8),)), target=target)
     order = ran(model, tmp_path)
     at = [order.index(f"{2 * i}.weight_grad") for i in range(LAYERS)]
-    # Nothing of a layer's gradient waits for those of the layers in front of it.
+    # No gradient of a layer runs after gradients of the layers before it.
     assert at == sorted(at, reverse=True)
     last_forward = max(order.index(y) for y in order if y.startswith("tanh"))
     assert last_forward < at[-1]

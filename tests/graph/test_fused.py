@@ -1,4 +1,4 @@
-"""Fused operators mean the same after prepare as onnxruntime's own kernels."""
+"""Decompositions of fused operators agree with onnxruntime's kernels."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_fused_is_differentiable(name: str) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("points", [False, True])
-def test_quantised_weights(bits: int, points: bool) -> None:
+def test_quantized_weights(bits: int, points: bool) -> None:
     rng = np.random.default_rng(0)
     n, k, block = 6, 48, 16
     packed = rng.integers(0, 256, (n, k // block, block * bits // 8)).astype(np.uint8)
@@ -240,7 +240,7 @@ def test_quantised_weights(bits: int, points: bool) -> None:
     np.testing.assert_allclose(dx, u @ weights.T, rtol=1e-3, atol=1e-3)
 
 
-def test_a_shared_buffer_is_refused() -> None:
+def test_shared_buffer_raises() -> None:
     model = fused_model(
         "Attention",
         [r(B, S, D), r(D, 3 * D), r(3 * D), None, r(2, B, HEADS, S, D // HEADS)],
@@ -248,5 +248,5 @@ def test_a_shared_buffer_is_refused() -> None:
         ["y"],
         "com.microsoft",
     )
-    with pytest.raises(onnxtrain.errors.PrepareError, match="buffer of fixed length"):
+    with pytest.raises(onnxtrain.errors.PrepareError, match="fixed-length cache buffer"):
         onnxtrain.vjp(model, "x0")

@@ -1,4 +1,4 @@
-"""The defaults of fused operators are those that onnxruntime registers for them."""
+"""Attribute defaults of fused operators are those of onnxruntime's schemas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onnxtrain import expand  # noqa: F401 - fills the table
 from onnxtrain.expand.expansions import training_expansions
 from onnxtrain.graph.call_by_signature import signature_of
 
-# Defaults that a decomposition need not have: what they choose is refused, or is left to ``None``.
+# Attributes whose default a decomposition does not need: unsupported, or ``None`` by default.
 _EMPTY = (None, 0, "", b"", "NOTSET")
 
 
@@ -34,9 +34,9 @@ FUSED = sorted(k for k in training_expansions() if k.startswith("com.microsoft::
 def _default(attribute: Any) -> Any:
     proto = onnx.AttributeProto.FromString(attribute._default_value)
     value = ir.serde.deserialize_attribute(proto).value if proto.type else None
-    if value is None:  # a kernel's own default, told in words
-        told = re.search(r"Default value is (-?[\d.]*\d)(?!\d*/)", attribute.description)
-        value = float(told[1]) if told else None
+    if value is None:  # the kernel's default is only in the description
+        match = re.search(r"Default value is (-?[\d.]*\d)(?!\d*/)", attribute.description)
+        value = float(match[1]) if match else None
     return value
 
 

@@ -1,4 +1,4 @@
-"""Sizes that a file computes from whole numbers among its initializers."""
+"""Shape inference with sizes computed from integer initializers."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def sizes(text: str) -> list[object]:
 
 
 @pytest.mark.parametrize("text", [GIVEN, CONSTANT], ids=["initializers", "constants"])
-def test_pads_that_are_computed_tell_the_size(text: str) -> None:
+def test_computed_pads_give_static_sizes(text: str) -> None:
     assert sizes(text) == [11, 11]
 
 
 @pytest.mark.parametrize("text", [GIVEN, CONSTANT], ids=["initializers", "constants"])
-def test_the_gradient_of_what_was_padded(text: str) -> None:
+def test_gradient_of_computed_pads(text: str) -> None:
     made = onnxtrain.vjp(parser.parse_model(HEAD + text), wrt=["x"])
     assert "Transpose" not in {n.op_type for n in made.graph.node}
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""What `load` accepts, and what it makes of it."""
+"""What `load` accepts, and how it normalizes models."""
 
 from __future__ import annotations
 
@@ -96,13 +96,13 @@ def test_unsorted_nodes_are_sorted() -> None:
     proto = parse(small.LOOP)
     proto.graph.node.reverse()
     assert [node.op_type for node in load(proto).graph] == ["Neg", "Loop"]
-    # The same for an ir.Model, which stays as it was.
+    # The same for an ir.Model, which must not change.
     original = ir.from_proto(proto)
     assert [node.op_type for node in load(original).graph] == ["Neg", "Loop"]
     assert [node.op_type for node in original.graph] == ["Loop", "Neg"]
 
 
-def test_initializers_listed_as_inputs_are_no_inputs() -> None:
+def test_initializers_listed_as_inputs_become_constants() -> None:
     proto = parse(small.LINEAR)
     proto.ir_version = 3
     info = proto.graph.input.add()
@@ -130,7 +130,7 @@ def test_the_long_name_of_the_default_domain() -> None:
     assert {node.domain for node in model.graph} == {""}
 
 
-def test_a_subgraph_value_that_hides_an_outer_one_is_renamed() -> None:
+def test_shadowing_subgraph_values_are_renamed() -> None:
     proto = parse(
         small.LOOP.replace("float[2] s)", "float[2] x)").replace("Add(s, h)", "Add(x, h)")
     )
@@ -161,7 +161,7 @@ def test_custom_domains_on_request() -> None:
     assert load(parse(text.replace("mine", "com.microsoft"))).graph[-1].domain == "com.microsoft"
 
 
-def test_device_annotations_are_left_out() -> None:
+def test_device_annotations_are_removed() -> None:
     proto = parse(small.BRANCHES)
     inner = proto.graph.node[1].attribute[0].g.node[0]
     inner.device_configurations.add().configuration_id = "gpu"
@@ -175,7 +175,7 @@ def test_device_annotations_are_left_out() -> None:
 def test_external_data_of_every_width(dtype: str, offset: int, tmp_path: Path) -> None:
     values = np.arange(6).reshape(2, 3).astype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
     proto = small.with_raw_weight(values, ir.DataType.from_numpy(values.dtype))
-    small.externalise(
+    small.make_external(
         proto.graph.initializer[1], location="sub/w.bin", offset=offset, length=values.nbytes
     )
     (tmp_path / "sub").mkdir()
@@ -192,13 +192,13 @@ def test_external_data_of_every_width(dtype: str, offset: int, tmp_path: Path) -
 
 @pytest.mark.parametrize("dtype", [ir.DataType.INT4, ir.DataType.UINT4, ir.DataType.FLOAT4E2M1])
 @pytest.mark.parametrize("external", [False, True], ids=["raw_data", "external"])
-def test_types_below_a_byte_are_packed(dtype: ir.DataType, external: bool, tmp_path: Path) -> None:
+def test_sub_byte_types_are_packed(dtype: ir.DataType, external: bool, tmp_path: Path) -> None:
     packed = np.array([0x21, 0x43, 0x05], np.uint8)  # five elements: 1, 2, 3, 4, 5
     proto = small.with_raw_weight(packed, dtype)
     tensor_proto = proto.graph.initializer[1]
     tensor_proto.dims[:] = [5]
     if external:
-        small.externalise(tensor_proto, location="w.bin")
+        small.make_external(tensor_proto, location="w.bin")
         (tmp_path / "w.bin").write_bytes(packed.tobytes())
     tensor = load(write(proto, tmp_path)).graph.initializers["v"].const_value
     assert tensor is not None
@@ -209,11 +209,11 @@ def test_types_below_a_byte_are_packed(dtype: ir.DataType, external: bool, tmp_p
 
 def test_external_data_of_constants_and_subgraphs(tmp_path: Path) -> None:
     proto = parse(small.BRANCHES)
-    small.externalise(proto.graph.node[1].attribute[0].g.initializer[0], location="w.bin")
+    small.make_external(proto.graph.node[1].attribute[0].g.initializer[0], location="w.bin")
     node = proto.graph.node.add(op_type="Constant", output=["c1"])
     attribute = node.attribute.add(name="value", type=onnx.AttributeProto.TENSOR)
     attribute.t.data_type = onnx.TensorProto.FLOAT
-    small.externalise(attribute.t, location="w.bin", offset=4)
+    small.make_external(attribute.t, location="w.bin", offset=4)
     (tmp_path / "w.bin").write_bytes(np.array([5, 6], np.float32).tobytes())
     model = load(write(proto, tmp_path))
     branch = model.graph[1].attributes["then_branch"].as_graph()
@@ -240,7 +240,7 @@ def test_empty_tensors_need_no_data(tmp_path: Path) -> None:
     tensor = load(proto).graph.initializers["v"].const_value
     assert tensor is not None
     assert tensor.numpy().shape == (0, 3)
-    small.externalise(proto.graph.initializer[1], location="w.bin")
+    small.make_external(proto.graph.initializer[1], location="w.bin")
     (tmp_path / "w.bin").write_bytes(b"")
     tensor = load(write(proto, tmp_path)).graph.initializers["v"].const_value
     assert tensor is not None

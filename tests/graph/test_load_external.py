@@ -1,4 +1,4 @@
-"""External data that `load` must not touch."""
+"""External data that `load` must reject."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from onnxtrain.graph.io import Limits, load
 from tests.graph import small_models as small
 from tests.graph.refusals import first_line, refusal
-from tests.graph.small_models import externalise, parse
+from tests.graph.small_models import make_external, parse
 
 F = onnx.TensorProto
 MISMATCH = "tensor data that does not match dtype and shape"
@@ -65,7 +65,7 @@ ENTRIES: dict[str, tuple[dict[str, object], str]] = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model directory with a good data file, and traps in it."""
+    """A model directory with a valid data file and files that must not be opened."""
     (tmp_path / "secret.bin").write_bytes(bytes(12))
     folder = tmp_path / "model"
     (folder / "sub").mkdir(parents=True)
@@ -127,7 +127,7 @@ def external(place: str, entries: dict[str, object]) -> onnx.ModelProto:
     tensor = PLACES[place](model)
     tensor.data_type = F.FLOAT
     tensor.dims.append(3)
-    externalise(tensor, **entries)
+    make_external(tensor, **entries)
     return model
 
 
@@ -142,7 +142,7 @@ def test_external_data(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_external_data_anywhere(place: str, folder: Path) -> None:
+def test_external_data_in_attributes_and_functions(place: str, folder: Path) -> None:
     path = folder / "model.onnx"
     path.write_bytes(external(place, {"location": "w.bin"}).SerializeToString())
     for tensor in external_tensors(load(path)):
@@ -187,7 +187,7 @@ def test_external_data_over_the_size_limit(folder: Path) -> None:
     assert first_line(text) == f"{str(path)!r}: external data files over the size limit"
 
 
-def test_external_data_twice_said(folder: Path) -> None:
+def test_duplicate_external_data_key(folder: Path) -> None:
     model = external("initializer", {"location": "w.bin"})
     tensor = model.graph.initializer[1]
     tensor.external_data.add(key="location", value="w.bin")

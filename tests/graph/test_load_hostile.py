@@ -1,4 +1,4 @@
-"""Files that `load` must refuse: by name, quickly, and without touching anything."""
+"""Files that `load` must reject with a precise error, fast and without side effects."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 from onnxtrain.graph.io import Limits, load
 from tests.graph import small_models as small
 from tests.graph.refusals import first_line, refusal
-from tests.graph.small_models import externalise, parse, with_raw_weight
+from tests.graph.small_models import make_external, parse, with_raw_weight
 
-Spoil = Callable[[onnx.ModelProto], object]
+Mutation = Callable[[onnx.ModelProto], object]
 F = onnx.TensorProto
 
 
@@ -60,14 +60,14 @@ def test_file_size(tmp_path: Path) -> None:
     assert "over 2 GiB" in refusal(path, tmp_path)
 
 
-def set_dims(*dims: int) -> Spoil:
+def set_dims(*dims: int) -> Mutation:
     return lambda m: m.graph.initializer[1].dims.__setitem__(slice(None), dims)
 
 
-def weight(**fields: object) -> Spoil:
-    """Set fields of the spare initializer 'v', which is FLOAT[4] in raw_data."""
+def weight(**fields: object) -> Mutation:
+    """Set fields of the extra initializer 'v', FLOAT[4] in raw_data."""
 
-    def spoil(model: onnx.ModelProto) -> None:
+    def mutate(model: onnx.ModelProto) -> None:
         tensor = model.graph.initializer[1]
         tensor.ClearField("raw_data")
         for name, value in fields.items():
@@ -76,14 +76,14 @@ def weight(**fields: object) -> Spoil:
             else:
                 setattr(tensor, name, value)
 
-    return spoil
+    return mutate
 
 
-def rename_output(node: int, name: str) -> Spoil:
+def rename_output(node: int, name: str) -> Mutation:
     return lambda m: m.graph.node[node].output.__setitem__(0, name)
 
 
-def rename_input(node: int, name: str) -> Spoil:
+def rename_input(node: int, name: str) -> Mutation:
     return lambda m: m.graph.node[node].input.__setitem__(0, name)
 
 
@@ -94,24 +94,24 @@ def cycle(model: onnx.ModelProto) -> None:
 def sparse(model: onnx.ModelProto) -> None:
     entry = model.graph.sparse_initializer.add()
     entry.values.name = "s"
-    externalise(entry.values, location="/etc/passwd")
+    make_external(entry.values, location="/etc/passwd")
 
 
-def attribute(**fields: object) -> Spoil:
-    def spoil(model: onnx.ModelProto) -> None:
+def attribute(**fields: object) -> Mutation:
+    def mutate(model: onnx.ModelProto) -> None:
         model.graph.node[1].attribute.add(**fields)  # type: ignore[arg-type]
 
-    return spoil
+    return mutate
 
 
-def sequence_type(levels: int) -> Spoil:
-    def spoil(model: onnx.ModelProto) -> None:
+def sequence_type(levels: int) -> Mutation:
+    def mutate(model: onnx.ModelProto) -> None:
         kind = model.graph.input.add(name="s").type
         for _ in range(levels):
             kind = kind.sequence_type.elem_type
         kind.tensor_type.elem_type = F.FLOAT
 
-    return spoil
+    return mutate
 
 
 def map_type(model: onnx.ModelProto) -> None:
@@ -124,7 +124,7 @@ def without_opset(model: onnx.ModelProto) -> None:
     del model.opset_import[:]
 
 
-def opset(version: int) -> Spoil:
+def opset(version: int) -> Mutation:
     return lambda m: setattr(m.opset_import[0], "version", version)
 
 
@@ -135,7 +135,7 @@ def segment(model: onnx.ModelProto) -> None:
 MISMATCH = "tensor data that does not match dtype and shape"
 TWICE = "values that are defined twice"
 VIOLATION = "nodes that violate the definition of their operator"
-SPOILED: dict[str, tuple[Spoil, str, str]] = {
+SPOILED: dict[str, tuple[Mutation, str, str]] = {
     "raw_data too short": (weight(raw_data=bytes(15)), MISMATCH, "raw_data has 15"),
     "raw_data too long": (weight(raw_data=bytes(17)), MISMATCH, "needs 16 bytes"),
     "raw_data of int4": (weight(raw_data=bytes(4), data_type=F.INT4), MISMATCH, "needs 2 bytes"),
@@ -315,7 +315,7 @@ SPOILED: dict[str, tuple[Spoil, str, str]] = {
 
 
 @pytest.mark.parametrize("name", SPOILED)
-def test_spoiled_model(name: str, tmp_path: Path) -> None:
+def test_invalid_model(name: str, tmp_path: Path) -> None:
     spoil, headline, detail = SPOILED[name]
     model = with_raw_weight(np.zeros(4, np.float32))
     load(model)

@@ -1,4 +1,4 @@
-"""Scopes, subgraphs and local functions that `load` must refuse."""
+"""Scopes, subgraphs and local functions that `load` must reject."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_too_many_nodes(tmp_path: Path) -> None:
 
 
 def chain_of_functions(count: int, calls: int) -> onnx.ModelProto:
-    """Each function calls the next one ``calls`` times."""
+    """Return a model whose functions each call the next one ``calls`` times."""
     model = parse(small.FUNCTION)
     model.functions[0].name = f"f{count}"
     model.graph.node[0].op_type = "f0"
@@ -55,7 +55,7 @@ def chain_of_functions(count: int, calls: int) -> onnx.ModelProto:
     return model
 
 
-def test_functions_that_explode_when_inlined(tmp_path: Path) -> None:
+def test_functions_that_grow_exponentially_when_inlined(tmp_path: Path) -> None:
     load(chain_of_functions(10, 2))
     text = refusal(chain_of_functions(25, 2), tmp_path)
     assert first_line(text) == "ModelProto: more nodes than the limit"
@@ -71,7 +71,7 @@ def test_recursive_functions(tmp_path: Path) -> None:
     assert "local::f0" in text
 
 
-def test_a_function_of_a_known_domain_that_is_not_there(tmp_path: Path) -> None:
+def test_undefined_function_of_a_known_domain(tmp_path: Path) -> None:
     model = parse(small.FUNCTION)
     model.graph.node[0].op_type = "thrice"
     assert first_line(refusal(model, tmp_path)) == "ModelProto: operators of unknown domains"

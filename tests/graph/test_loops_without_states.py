@@ -1,4 +1,4 @@
-"""Loops that carry nothing, with and without a condition."""
+"""Loops without loop-carried states, with and without a condition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.wild import graphs as g
 
 
 def _elements(loop: list[onnx.NodeProto], outputs: dict) -> onnx.ModelProto:
-    """Return a model whose loop takes the products of columns with a weight."""
+    """Return a model whose loop multiplies each column by a weight."""
     return g.model(
         loop,
         {"x": (3, 5, 8)},
@@ -57,7 +57,7 @@ def test_scan_outputs_only(inputs: str) -> None:
     _gradient_agrees(_elements([loop], {"y": (5, 3, 4)}))
 
 
-def test_a_list_is_all_that_is_carried() -> None:
+def test_sequence_as_only_state() -> None:
     carried, grown = onnx.ValueInfoProto(name="s"), onnx.ValueInfoProto(name="t")
     for value in (carried, grown):
         value.type.sequence_type.elem_type.tensor_type.elem_type = g.FLOAT

@@ -36,7 +36,7 @@ def kinds(model: ir.Model) -> list[str]:
     return [n.op_type for n in model.graph.all_nodes()]
 
 
-def test_what_is_put_into_training_mode() -> None:
+def test_training_mode() -> None:
     model = opened(
         f"""g (float[N, 2] x) => (float[N, 2] y) {_NORM}
         {{ h = BatchNormalization(x, s, b, m, v)  d = Dropout(h, r)  y = Dropout(d, r, t) }}"""
@@ -50,14 +50,14 @@ def test_what_is_put_into_training_mode() -> None:
     assert norm.attributes["training_mode"].as_int() == 1
 
 
-def test_frozen_norms_stay_on_their_statistics() -> None:
+def test_frozen_norms_keep_their_statistics() -> None:
     model = opened(
         f"g (float[N, 2] x) => (float[N, 2] y) {_NORM} {{ y = BatchNormalization(x, s, b, m, v) }}"
     )
     assert to_training(model, trainable={"b"}) == []
 
 
-def test_norms_inside_branches_stay_on_their_statistics() -> None:
+def test_norms_inside_branches_keep_their_statistics() -> None:
     model = opened(
         f"""g (bool c, float[N, 2] x) => (float[N, 2] y) {_NORM} {{
             y = If (c) <
@@ -79,7 +79,7 @@ def test_norms_inside_branches_stay_on_their_statistics() -> None:
     ],
 )
 def test_evaluation_mode(body: str) -> None:
-    """Evaluation uses the statistics and drops nothing."""
+    """Evaluation uses the running statistics and disables dropout."""
     model = opened(f"g (float[N, 2] x) => (float[N, 2] y) {_NORM} {{ {body} }}")
     assert to_evaluation(model)
     assert to_evaluation(model) == [] or "k" in body
@@ -90,8 +90,8 @@ def test_evaluation_mode(body: str) -> None:
     np.testing.assert_allclose(session.run(None, {"x": x})[0], expected, rtol=1e-5)
 
 
-def test_statistics_that_the_model_shows() -> None:
-    """Outputs of new statistics keep ONNX's meaning beside ours, which has torch's variance."""
+def test_statistics_as_model_outputs() -> None:
+    """Outputs keep ONNX's running statistics; the trained ones use torch's unbiased variance."""
     model = with_norm(training=True)
     (norm,) = (n for n in model.graph.node if n.op_type == "BatchNormalization")
     for name in norm.output[1:]:
@@ -148,7 +148,7 @@ def test_evaluation_mode_of_old_models() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=list(TARGETS))
-def test_the_rule_reads_what_running_statistics_made_the_node_put_out(target: Target) -> None:
+def test_gradient_rule_reads_the_batch_statistics_outputs(target: Target) -> None:
     model = load_normalized(with_norm()).model
     scales = {n.inputs[1].name for n in model.graph if n.op_type == "BatchNormalization"}
     to_training(model, trainable=scales)

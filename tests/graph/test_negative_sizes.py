@@ -27,14 +27,14 @@ import sys
 import onnxtrain
 from onnxtrain.errors import PrepareError
 data = sys.stdin.buffer.read()
-doors = (
+entry_points = (
     onnxtrain.explain,
     lambda model: onnxtrain.vjp(model, ["x"]),
     lambda model: onnxtrain.lower(model, opset=12),
 )
-for door in doors:
+for entry_point in entry_points:
     try:
-        door(data)
+        entry_point(data)
     except PrepareError as error:
         print(str(error).splitlines()[0])
 """
@@ -42,7 +42,7 @@ for door in doors:
 
 @pytest.mark.parametrize("opset", [13, 21])
 @pytest.mark.parametrize("kind", GRAPHS)
-def test_a_negative_size_is_refused(kind: str, opset: int):
+def test_negative_size_raises(kind: str, opset: int):
     text = f'<ir_version: 8, opset_import: ["": {opset}]> g {GRAPHS[kind]}'
     data = onnx.parser.parse_model(text).SerializeToString()
     done = subprocess.run(
@@ -66,7 +66,7 @@ UNTAKEN = """<ir_version: 10, opset_import: ["": 20]>
     y = Mul(x, m) }"""
 
 
-def test_a_negative_size_in_a_branch_that_is_not_taken():
+def test_negative_size_in_an_unused_branch():
     model = onnx.parser.parse_model(UNTAKEN)
     onnxtrain.explain(model)
     session = onnxruntime.InferenceSession(onnxtrain.vjp(model, ["x"]).SerializeToString())

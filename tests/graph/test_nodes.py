@@ -32,7 +32,7 @@ def test_nodes_by_operator() -> None:
     assert nodes(graph(), "Conv") == []
 
 
-def test_the_graph_may_be_changed_meanwhile() -> None:
+def test_graph_may_change_during_iteration() -> None:
     one = graph()
     for node in nodes(one, "Relu", "Neg"):
         one.remove(node)

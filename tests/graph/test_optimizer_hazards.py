@@ -1,6 +1,6 @@
-"""What simplifiers do to training graphs and `prepare` and `simplify` must not.
+"""Rewrites of inference simplifiers that `prepare` and `simplify` must not apply.
 
-Every entry is numerically harmless for inference and fatal for training: parameters folded, merged
+Every entry is harmless for inference and breaks training: parameters folded, merged
 or dropped, random nodes merged or removed.
 """
 
@@ -183,8 +183,8 @@ def test_outputs_keep_names_and_order() -> None:
             np.testing.assert_array_equal(ours, theirs)
 
 
-def test_a_training_step_survives() -> None:
-    """Parameters as inputs, gradients taken, differentiated and simplified once more."""
+def test_training_step_stays_correct() -> None:
+    """Differentiate and simplify a graph with parameters as inputs, twice."""
     model = parse("""(float[N,2] x, float[2,2] w, float[2] b) => (float loss)
         { a = MatMul(x, w)  h = Add(a, b)  s = Mul(h, h)  loss = ReduceMean<keepdims=0>(s) }""")
     once = onnxtrain.grad(model, ["w", "b"])

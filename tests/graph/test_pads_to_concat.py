@@ -1,4 +1,4 @@
-"""Gradients of slices that tile a tensor are put together, not padded and added."""
+"""Sums of padded tensors that tile the result become one Concat."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _run(model: ir.Model) -> np.ndarray:
         ([(0, 2), (2, 5)], True, {"Concat", "Add"}),
     ],
 )
-def test_pieces_are_joined_where_they_tile(
+def test_padded_tensors_become_a_concat_if_they_tile(
     spans: list[tuple[int, int]], extra: bool, kinds: set[str]
 ) -> None:
     model = _sum(spans, 5, extra=extra)

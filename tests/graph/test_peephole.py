@@ -1,4 +1,4 @@
-"""Rewrites that move a transpose into its neighbour: fewer nodes, the same numbers."""
+"""Peephole rewrites reduce the number of nodes and keep the results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'
 
 
 def both(text: str, *shapes: tuple[int, ...]) -> tuple[list[str], list[np.ndarray]]:
-    """Return the operators after the rewrite; check that both graphs give the same numbers."""
+    """Return the operators after the rewrite; check that both graphs give the same results."""
     model = parser.parse_model(HEAD + text)
     model = onnx.shape_inference.infer_shapes(model)
     random = np.random.default_rng(0)
@@ -35,7 +35,7 @@ def both(text: str, *shapes: tuple[int, ...]) -> tuple[list[str], list[np.ndarra
 
 
 @pytest.mark.parametrize("flags", ["transA=1", "transB=1", "transA=1, transB=1", "alpha=0.5"])
-def test_a_transposed_product_is_the_other_product(flags: str) -> None:
+def test_transposed_gemm_merges(flags: str) -> None:
     a, b = ((4, 3) if "transA" in flags else (3, 4)), ((5, 4) if "transB" in flags else (4, 5))
     text = f"""g (float[{a[0]},{a[1]}] a, float[{b[0]},{b[1]}] b) => (float[5,3] y) {{
         p = Gemm<{flags}>(a, b)
@@ -44,7 +44,7 @@ def test_a_transposed_product_is_the_other_product(flags: str) -> None:
     assert both(text, a, b)[0] == ["Gemm"]
 
 
-def test_a_product_with_a_bias_or_another_reader_stays() -> None:
+def test_gemm_with_bias_or_another_reader_stays() -> None:
     biased = """g (float[3,4] a, float[4,5] b, float[5] c) => (float[5,3] y) {
         p = Gemm(a, b, c)
         y = Transpose<perm=[1,0]>(p)
@@ -58,7 +58,7 @@ def test_a_product_with_a_bias_or_another_reader_stays() -> None:
     assert both(shared, (3, 4), (4, 3))[0] == ["Gemm", "Transpose", "Add"]
 
 
-def test_a_product_that_is_cast_and_then_transposed_is_the_other_product() -> None:
+def test_gemm_cast_and_transposed_merges() -> None:
     text = """g (float[4,3] a, float[4,5] b) => (double[5,3] y) {
         p = Gemm<transA=1>(a, b)
         w = Cast<to=11>(p)
@@ -74,7 +74,7 @@ def test_a_product_that_is_cast_and_then_transposed_is_the_other_product() -> No
     assert both(shared, (4, 3), (4, 3))[0] == ["Gemm", "Cast", "Transpose", "Add"]
 
 
-def test_joined_and_split_axes_are_left_alone() -> None:
+def test_transpose_between_reshapes_is_unfolded() -> None:
     text = """g (float[2,6,3,4] x) => (float[2,6,4,3] y)
         <int64[3] joined = {12,3,4}, int64[4] split = {2,6,4,3}> {
         a = Reshape(x, joined)
@@ -84,7 +84,7 @@ def test_joined_and_split_axes_are_left_alone() -> None:
     assert both(text, (2, 6, 3, 4))[0] == ["Transpose"]
 
 
-def test_axes_that_are_split_otherwise_stay() -> None:
+def test_transpose_between_other_reshapes_stays() -> None:
     text = """g (float[2,6,3,4] x) => (float[3,4,4,3] y)
         <int64[3] joined = {12,3,4}, int64[4] split = {3,4,4,3}> {
         a = Reshape(x, joined)
@@ -95,7 +95,7 @@ def test_axes_that_are_split_otherwise_stay() -> None:
 
 
 @pytest.mark.parametrize(("bias", "left"), [(0, ["Conv"]), (1, ["Expand", "Conv"])])
-def test_a_bias_of_zeros_is_none(bias: int, left: list[str]) -> None:
+def test_zero_bias_is_dropped(bias: int, left: list[str]) -> None:
     text = f"""g (float[1,2,5,5] x, float[3,2,3,3] w) => (float[1,3,3,3] y)
         <float[1] zero = {{{bias}}}, int64[1] sizes = {{3}}> {{
         b = Expand(zero, sizes)
@@ -104,7 +104,7 @@ def test_a_bias_of_zeros_is_none(bias: int, left: list[str]) -> None:
     assert both(text, (1, 2, 5, 5), (3, 2, 3, 3))[0] == left
 
 
-def test_a_transposed_batched_product_of_a_transposed_matrix() -> None:
+def test_transposed_batched_matmul_merges() -> None:
     text = """g (float[2,5,3] a, float[2,5,4] b) => (float[2,4,3] y) {
         t = Transpose<perm=[0,2,1]>(a)
         p = MatMul(t, b)
@@ -113,7 +113,7 @@ def test_a_transposed_batched_product_of_a_transposed_matrix() -> None:
     assert both(text, (2, 5, 3), (2, 5, 4))[0] == ["Transpose", "MatMul"]
 
 
-def test_a_batched_product_that_others_read_stays_as_it_is() -> None:
+def test_batched_matmul_with_another_reader_stays() -> None:
     text = """g (float[2,4,4] a, float[2,4,4] b) => (float[2,4,4] y) {
         t = Transpose<perm=[0,2,1]>(a)
         p = MatMul(t, b)
@@ -123,7 +123,7 @@ def test_a_batched_product_that_others_read_stays_as_it_is() -> None:
     assert both(text, (2, 4, 4), (2, 4, 4))[0] == ["Transpose", "MatMul", "Transpose", "Add"]
 
 
-def test_leading_axes_of_size_one_are_left_to_broadcasting() -> None:
+def test_unsqueezed_leading_axes_are_dropped() -> None:
     text = """g (float[3] x, float[2,3] z) => (float[2,3] y) <int64[1] first = {0}> {
         u = Unsqueeze(x, first)
         y = Mul(u, z)
@@ -132,7 +132,7 @@ def test_leading_axes_of_size_one_are_left_to_broadcasting() -> None:
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_axes_that_decide_the_result_stay(axis: int) -> None:
+def test_axes_that_change_the_result_stay(axis: int) -> None:
     width = "3,3" if axis else "1,3"
     text = f"""g (float[3] x, float[3] z) => (float[{width}] y) <int64[1] a = {{{axis}}}> {{
         u = Unsqueeze(x, a)
@@ -145,7 +145,7 @@ def test_axes_that_decide_the_result_stay(axis: int) -> None:
     ("amounts", "left"),
     [("0,0,0,0", ["Neg"]), ("0,1,0,-1", ["Pad", "Neg"]), ("0,1,0,0", ["Pad", "Neg"])],
 )
-def test_a_pad_that_adds_nothing_goes(amounts: str, left: list[str]) -> None:
+def test_noop_pad_is_removed(amounts: str, left: list[str]) -> None:
     width = 5 if amounts == "0,1,0,0" else 4
     text = f"""g (float[3,4] x) => (float[3,{width}] y) <int64[4] amounts = {{{amounts}}}> {{
         p = Pad(x, amounts)
@@ -163,7 +163,7 @@ def test_a_pad_that_adds_nothing_goes(amounts: str, left: list[str]) -> None:
         (("1", "4", "1"), ["Slice", "Neg"]),
     ],
 )
-def test_a_slice_of_all_there_is_goes(numbers: tuple[str, str, str], left: list[str]) -> None:
+def test_noop_slice_is_removed(numbers: tuple[str, str, str], left: list[str]) -> None:
     start, end, step = numbers
     width = 3 if start == "1" else 4
     text = f"""g (float[3,4] x) => (float[3,{width}] y)
@@ -176,7 +176,7 @@ def test_a_slice_of_all_there_is_goes(numbers: tuple[str, str, str], left: list[
 
 
 @pytest.mark.parametrize("half", [10, 16], ids=["float16", "bfloat16"])
-def test_what_is_widened_is_not_narrowed_again(half: int) -> None:
+def test_cast_round_trip_is_removed(half: int) -> None:
     text = f"""g (float[3,4] x) => (float[3,4] y) {{
         a = Cast<to = {half}>(x) b = Cast<to = 1>(a) c = Cast<to = {half}>(b) y = Cast<to = 1>(c)
     }}"""
@@ -185,7 +185,7 @@ def test_what_is_widened_is_not_narrowed_again(half: int) -> None:
     np.testing.assert_array_equal(*results)
 
 
-def test_integers_are_not_taken_for_narrow_numbers() -> None:
+def test_integer_cast_round_trip_stays() -> None:
     text = """g (float[3,4] x) => (float[3,4] y) {
         a = Cast<to = 7>(x) b = Cast<to = 1>(a) c = Cast<to = 7>(b) y = Cast<to = 1>(c)
     }"""

@@ -1,4 +1,4 @@
-"""The normal form: what `prepare` makes of functions, constants and padding."""
+"""How `prepare` normalizes functions, constants and padding."""
 
 from __future__ import annotations
 
@@ -24,16 +24,14 @@ def kinds(model: ir.Model | Prepared) -> list[str]:
     return [n.op_type for n in model.graph.all_nodes()]
 
 
-def same_numbers(model: onnx.ModelProto, *values: np.ndarray) -> Prepared:
-    """The prepared model, which gives the numbers of the original."""
+def same_results(model: onnx.ModelProto, *values: np.ndarray) -> Prepared:
+    """Return the prepared model after comparing its results with the original."""
     work = prepare(load(model))
     for ours, theirs in zip(stock(finalize(work.model))(values), stock(model)(values), strict=True):
         assert ours.dtype == theirs.dtype
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
     return work
 
-
-# -- functions -----------------------------------------------------------------------------
 
 NESTED = """<ir_version: 10, opset_import: ["" : 21, "own" : 1]>
 g (float[N,3] x) => (float[N,3] y, float[N,3] z)
@@ -70,7 +68,7 @@ twice (a) => (b) { b = Add(a, a) }"""
 
 def test_nested_functions_with_attributes_are_inlined() -> None:
     x = np.array([[1, 2, -3], [-4, 5, 6]], np.float32)
-    work = same_numbers(onnx.parser.parse_model(NESTED), x)
+    work = same_results(onnx.parser.parse_model(NESTED), x)
     assert not work.model.functions
     assert set(work.model.opset_imports) == {""}
     slopes = [n.attributes["alpha"].as_float() for n in work.graph if n.op_type == "LeakyRelu"]
@@ -83,11 +81,9 @@ def test_nested_functions_with_attributes_are_inlined() -> None:
 def test_functions_in_branches_are_inlined() -> None:
     x = np.array([1, -2], np.float32)
     for condition in (True, False):
-        work = same_numbers(onnx.parser.parse_model(IN_BRANCH), np.array(condition), x)
+        work = same_results(onnx.parser.parse_model(IN_BRANCH), np.array(condition), x)
         assert {n.domain for n in work.graph.all_nodes()} == {""}
 
-
-# -- constants -----------------------------------------------------------------------------
 
 CONSTANTS = {
     "value": ("value = float[2] {1.5, 2.5}", np.float32([1.5, 2.5])),
@@ -105,7 +101,7 @@ def test_constants_become_initializers(kind: str) -> None:
     model = parse(
         f"g ({name}[2] x) => ({name}[2] y) {{ c = Constant <{attribute}> () y = Add(x, c) }}"
     )
-    work = same_numbers(model, np.array([1, 2], expected.dtype))
+    work = same_results(model, np.array([1, 2], expected.dtype))
     assert kinds(work) == ["Add"]
     (value,) = work.graph.initializers.values()
     assert value.name in work.constants
@@ -114,7 +110,7 @@ def test_constants_become_initializers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["value_string", "value_strings"])
-def test_constants_that_are_no_numbers_do_no_harm(kind: str) -> None:
+def test_non_numeric_constants_are_kept(kind: str) -> None:
     model = parse(
         "g (float[2] x) => (float[2] y) { c = Constant <value_float = 0.0> () y = Relu(x) }"
     )
@@ -138,14 +134,14 @@ def test_initializers_of_subgraphs_are_moved_to_the_main_graph() -> None:
     }""")
     x = np.array([1, -2], np.float32)
     for condition in (True, False):
-        work = same_numbers(model, np.array(condition), x)
+        work = same_results(model, np.array(condition), x)
         assert len(work.graph.initializers) == 2
         (node,) = work.graph
         assert not any(a.as_graph().initializers for a in node.attributes.values())
 
 
 def test_cast_like_becomes_cast() -> None:
-    work = same_numbers(
+    work = same_results(
         parse("g (float[2] x, int32[1] t) => (int32[2] y) { y = CastLike(x, t) }"),
         np.array([1.7, -2.2], np.float32),
         np.array([0], np.int32),
@@ -165,10 +161,8 @@ def test_shape_arithmetic_is_folded() -> None:
         t = Concat <axis = 0> (c, rest)
         y = Reshape(x, t)
     }""")
-    assert kinds(same_numbers(model, np.ones((2, 3, 4)))) == ["Reshape"]
+    assert kinds(same_results(model, np.ones((2, 3, 4)))) == ["Reshape"]
 
-
-# -- padding -------------------------------------------------------------------------------
 
 WINDOWS = {
     "conv": "y = Conv <{a}> (x, w)",
@@ -193,15 +187,15 @@ def test_auto_pad(window: str, mode: str, strides: str, sizes: str) -> None:
         f"g (float[{shape}] x, float[2,2,3,2] w) => (float[p,q,r,s] y) {{ {node} }}",
     )
     rng = np.random.default_rng(1)
-    work = same_numbers(model, rng.standard_normal((1, 2, 7, 6)), rng.standard_normal((2, 2, 3, 2)))
+    work = same_results(model, rng.standard_normal((1, 2, 7, 6)), rng.standard_normal((2, 2, 3, 2)))
     (node,) = (n for n in work.graph if n.outputs[0].is_graph_output())
     left = node.attributes.get("auto_pad")
     explicit = left is None or left.as_string() == "NOTSET"
-    # With a stride, SAME_* depends on the size; a pooling rule knows what to do then.
+    # With a stride, SAME_* depends on the size; the gradient rule of pooling handles it.
     assert explicit or (mode.startswith("SAME") and sizes == "symbolic" and strides == "[2, 2]")
 
 
-# onnxruntime refuses a dilated Conv with SAME_*, and gives MaxPool too small a result.
+# onnxruntime rejects a dilated Conv with SAME_* and returns too small a MaxPool output.
 @pytest.mark.parametrize("strides", [(1, 1), (2, 3)])
 @pytest.mark.parametrize("mode", ["SAME_UPPER", "SAME_LOWER"])
 @pytest.mark.parametrize(
@@ -229,8 +223,6 @@ def test_dilated_auto_pad(node: str, mode: str, strides: tuple[int, int]) -> Non
     assert y.shape[2:] == tuple(-(-n // s) for n, s in zip((7, 6), strides, strict=True))
     np.testing.assert_array_equal(y, stock(explicit)(values)[0])
 
-
-# -- names ---------------------------------------------------------------------------------
 
 MLP = """g (float[N,2] x) => (float[N,2] y)
 <float[2,2] weight = {1.0, 2.0, 3.0, 4.0}, float[2] b = {0.0, 0.0}, float[2] a = {0.0, 0.0},

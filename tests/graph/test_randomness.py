@@ -1,4 +1,4 @@
-"""Portable random numbers: as good as random, and the same every time."""
+"""Portable random numbers: statistical quality and reproducibility."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS, COLUMNS = 2048, randomness.COLUMNS
 
 
 def model_of(shape, draw, symbols=None) -> onnx.ModelProto:
-    """A model (rng, x) -> draw(op, x, rng)."""
+    """Return a model (rng, x) -> draw(op, x, rng)."""
     rng = ir.val("rng", ir.DataType.FLOAT, [2])
     x = ir.val("x", ir.DataType.FLOAT, list(symbols or shape))
     graph = ir.Graph([rng, x], [], nodes=[], opset_imports={"": 21}, name="g")
@@ -31,12 +31,12 @@ def model_of(shape, draw, symbols=None) -> onnx.ModelProto:
 
 @functools.cache
 def mask_session(shape, keep: float, node: int, symbols=None):
-    """A mask as a function of (rng, x) on onnxruntime."""
+    """Return a mask as a function of (rng, x) on onnxruntime."""
     return stock(model_of(shape, lambda op, x, rng: uniform_mask(op, x, rng, node, keep), symbols))
 
 
 def masks(shape, keep=0.5, seed=0, step=1, node=0, symbols=None) -> np.ndarray:
-    """A mask as +1 and -1."""
+    """Return a mask as +1 and -1."""
     run = mask_session(tuple(shape), keep, node, symbols)
     (mask,) = run([np.array([seed, step]), np.zeros(shape)])
     assert mask.dtype == np.bool_
@@ -44,17 +44,17 @@ def masks(shape, keep=0.5, seed=0, step=1, node=0, symbols=None) -> np.ndarray:
 
 
 def signs(**which) -> np.ndarray:
-    """Fair masks in rows of the generator, as +1 and -1."""
+    """Return fair masks in rows of the generator, as +1 and -1."""
     return masks((ROWS, COLUMNS), **which) * 2.0 - 1.0
 
 
 def correlations(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Correlation of every row of ``a`` with every row of ``b``, in standard deviations."""
+    """Return the correlations of rows of ``a`` with rows of ``b``, in standard deviations."""
     return a @ b.T / np.sqrt(a.shape[1])
 
 
 def assert_unrelated(a: np.ndarray, b: np.ndarray) -> None:
-    """The element-wise agreement of two masks is chance: below 4.5 standard deviations."""
+    """Assert that two masks agree elementwise only by chance: below 4.5 standard deviations."""
     deviations = (a * b).mean() * np.sqrt(a.size)
     assert abs(deviations) < 4.5, f"{deviations:.1f} standard deviations"
 
@@ -68,7 +68,7 @@ def test_mean_and_variance_over_steps(keep: float) -> None:
     assert 16 < np.sum((np.asarray(drawn) - np.mean(drawn)) ** 2) / one**2 < 76
 
 
-def test_neighbours_are_unrelated() -> None:
+def test_neighbors_are_unrelated() -> None:
     m = signs(seed=5, step=9)
     for lag in (1, 2, 3, 16, 100, 1023):
         assert_unrelated(m[:, lag:], m[:, :-lag])
@@ -107,7 +107,7 @@ def test_other_streams_are_unrelated(pairs: str) -> None:
         assert abs(c).max() < 6.3
 
 
-def test_seed_and_step_do_not_stand_in_for_each_other() -> None:
+def test_seed_and_step_are_independent() -> None:
     assert_unrelated(signs(seed=1, step=2), signs(seed=2, step=1))
     assert_unrelated(signs(seed=0, step=3), signs(seed=3, step=0))
 
@@ -169,14 +169,14 @@ HEADER = '<ir_version: 10, opset_import: ["" : 21]>\n'
 
 
 def rewritten(text: str) -> ir.Model:
-    """The model of a text, rewritten."""
+    """Parse a model and rewrite its random operators."""
     model = ir.from_proto(onnx.parser.parse_model(HEADER + text))
     infer_shapes(model.graph, 21)
     return portable_dropout(model)
 
 
 def checked(model: ir.Model) -> onnx.ModelProto:
-    """The model as a proto that the checker accepts."""
+    """Return the model as a ModelProto that onnx's checker accepts."""
     proto = ir.to_proto(model)
     onnx.checker.check_model(proto, full_check=True)
     return proto
@@ -282,14 +282,14 @@ def test_branches_and_loops() -> None:
             assert_unrelated(m, other)
 
 
-def test_scan_is_refused() -> None:
+def test_scan_raises() -> None:
     with pytest.raises(PrepareError, match="a random operator in a Scan"):
         rewritten("""g (float[5, 40] x) => (float[5, 40] y) <float p = {0.5}, bool t = {1}>
             { y = Scan <num_scan_inputs = 1,
                 body = s (float[40] e) => (float[40] f) { f = Dropout (e, p, t) }> (x) }""")
 
 
-def test_name_that_is_taken() -> None:
+def test_name_collision() -> None:
     with pytest.raises(PrepareError, match="a value called 'rng'"):
         rewritten("""g (float[5, 40] rng) => (float[5, 40] y) <float p = {0.5}, bool t = {1}>
             { y = Dropout (rng, p, t) }""")

@@ -1,4 +1,4 @@
-"""What `save` writes, and that it writes all of it or nothing."""
+"""What `save` writes, and that it writes atomically."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.graph.small_models import parse
 
 
 def with_weights(*sizes: int) -> ir.Model:
-    """LINEAR with more initializers, of these numbers of floats."""
+    """Return LINEAR with extra float initializers of the given sizes."""
     model = load(parse(small.LINEAR))
     for index, size in enumerate(sizes):
         tensor = ir.tensor(np.arange(size, dtype=np.float32) + index, name=f"v{index}")
@@ -69,7 +69,7 @@ def test_external_data(as_proto: bool, tmp_path: Path) -> None:
     assert entries == {"location": "net.onnx.data", "offset": "4032", "length": "1028"}
     assert weights(load(path)) == weights(model)
     assert isinstance(model.graph.initializers["v0"].const_value, ir.Tensor)
-    # Others read it too.
+    # onnx and onnxruntime can read it.
     onnx.checker.check_model(path)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     (y,) = session.run(None, {"x": np.ones((1, 3), np.float32)})
@@ -108,14 +108,14 @@ def test_a_model_is_saved_over_its_own_external_data(tmp_path: Path) -> None:
     save(model, path, external_data_above=0)
     assert weights(model) == expected
     assert weights(load(path)) == expected
-    # The same with tensors that onnx_ir has not even opened yet.
+    # The same with tensors that onnx_ir has not opened yet.
     lazy = ir.load(path)
     save(lazy, path)
     assert weights(lazy) == expected
     assert weights(load(path)) == expected
 
 
-def test_external_tensors_are_brought_along(tmp_path: Path) -> None:
+def test_external_tensors_are_copied(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "out").mkdir()
     save(with_weights(1000), tmp_path / "in" / "net.onnx", external_data_above=0)
@@ -142,13 +142,13 @@ def test_versions_must_be_explicit(spoil, what: str, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_model_proto_cannot_bring_its_external_data(tmp_path: Path) -> None:
+def test_model_proto_with_external_data_raises(tmp_path: Path) -> None:
     with pytest.raises(SaveError, match="the ModelProto refers to external data: 'w'"):
         save(small.external_model(location="w.bin"), tmp_path / "a.onnx")
     assert os.listdir(tmp_path) == []
 
 
-def test_no_such_directory(tmp_path: Path) -> None:
+def test_missing_directory(tmp_path: Path) -> None:
     with pytest.raises(SaveError, match="cannot be written"):
         save(parse(small.LINEAR), tmp_path / "no" / "a.onnx")
     assert os.listdir(tmp_path) == []
@@ -183,7 +183,7 @@ def test_a_failure_leaves_the_old_file(
     assert path.read_bytes() == before
 
 
-def test_old_model_and_new_data_never_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_model_never_reads_new_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.onnx"
     save(with_weights(1000), path, external_data_above=0)
     replace = os.replace
@@ -199,7 +199,7 @@ def test_old_model_and_new_data_never_meet(tmp_path: Path, monkeypatch: pytest.M
     assert os.listdir(tmp_path) == ["a.onnx.data"]
 
 
-def test_the_umask_decides_who_may_read(tmp_path: Path) -> None:
+def test_umask_applies(tmp_path: Path) -> None:
     (tmp_path / "plain").write_bytes(b"")
     save(parse(small.LINEAR), tmp_path / "a.onnx")
     assert (tmp_path / "a.onnx").stat().st_mode == (tmp_path / "plain").stat().st_mode

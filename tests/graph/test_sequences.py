@@ -131,12 +131,12 @@ def test_loop_that_appends() -> None:
     np.testing.assert_allclose(dw, (part * x).sum(0) + sums.sum(0), rtol=1e-4, atol=1e-5)
 
 
-def test_loop_with_elements_of_various_shapes_is_refused() -> None:
+def test_loop_with_elements_of_different_shapes_raises() -> None:
     with pytest.raises(UndifferentiableError, match=r"Loop .* carries"):
         built(GROWING, wrt="x")
 
 
-def test_tensors_come_without_sequences() -> None:
+def test_no_sequences_remain() -> None:
     text = """
     g (float[2, 6] x) => (float[2, 2] y) <int64[3] sizes = {2, 2, 2}, int64 at = {1}> {
         s = SplitToSequence<axis = 1>(x, sizes)
@@ -146,7 +146,7 @@ def test_tensors_come_without_sequences() -> None:
     assert kinds(built(text, wrt="x")) <= {"Split", "Concat", "ConstantOfShape", "Pad", "Slice"}
 
 
-def test_a_sequence_that_is_an_output_stays() -> None:
+def test_sequence_output_stays() -> None:
     text = """
     g (float[2, 6] x) => (seq(float[2, 3]) s, float[2, 3] y) <int64 three = {3}, int64 at = {1}> {
         s = SplitToSequence<axis = 1>(x, three)
@@ -168,7 +168,7 @@ def test_loop_that_reads_a_sequence() -> None:
 
 
 @pytest.mark.parametrize("swap", [True, False])
-def test_branches_that_give_a_sequence(swap: bool) -> None:
+def test_branches_that_return_a_sequence(swap: bool) -> None:
     a, b = np.arange(3, dtype=np.float32), np.arange(2, dtype=np.float32)
     x = b if swap else a
     _, da, db = stock(built(CHOSEN, wrt=["a", "b"]))([a, b, np.array(swap), np.ones(len(x))])

@@ -1,4 +1,4 @@
-"""What `simplify` removes, and what it leaves alone: same numbers, fewer nodes."""
+"""What `simplify` removes and what it keeps; results stay the same."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ X = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)
 
 
 @pytest.mark.parametrize("name", GONE)
-def test_gone(name: str) -> None:
+def test_removed(name: str) -> None:
     nodes, expected = GONE[name]
     model = build(nodes)
     made = simplified(model)
@@ -118,20 +118,20 @@ def finished(op: OpBuilder, y: ir.Value) -> onnx.ModelProto:
     return finalize(simplify(ir.Model(op.graph, ir_version=10)))
 
 
-def test_numbers_of_ours_that_change_nothing_go() -> None:
+def test_generated_identity_operands_are_removed() -> None:
     op, x = own_graph()
     y = op.Sub(op.Add(op.Div(op.Mul(1.0, x), 1.0), 0.0), 0.0)
     assert kinds(finished(op, op.Neg(y))) == ["Neg"]
 
 
-def test_numbers_that_broadcast_stay() -> None:
+def test_broadcasting_operands_stay() -> None:
     op, x = own_graph()
     row = op.ReduceSum(x, [0], keepdims=1)
     wide = op.Mul(row, op.const(np.ones((3, 4), np.float32)))
     assert kinds(finished(op, op.Neg(wide))) == ["ReduceSum", "Mul", "Neg"]
 
 
-def test_transposes_go_into_gemm() -> None:
+def test_transposes_merge_into_gemm() -> None:
     op, x = own_graph()
     w = op.const(np.arange(12, dtype=np.float32).reshape(3, 4))
     y = op.Gemm(x, op.Transpose(w, perm=[1, 0]))
@@ -152,7 +152,7 @@ def test_bodies_are_simplified_too() -> None:
     assert [n.op_type for n in branch.node] == ["Exp", "Mul"]
 
 
-def test_what_only_a_dead_body_reads_is_dead() -> None:
+def test_values_read_only_by_a_dead_body_are_dead() -> None:
     model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]>
         g (bool c, float[2] x) => (float[2] y) { h = Exp(x)  d = If (c) <
             then_branch = p () => (float[2] a) { a = Mul(h, h) },
@@ -180,7 +180,7 @@ def test_nodes_that_lack_an_output_are_not_merged() -> None:
         (("n",), (0, "n"), None),
     ],
 )
-def test_sizes_of_a_reshape_are_constants_where_they_can(have, want, sizes) -> None:
+def test_reshape_to_constant_sizes(have, want, sizes) -> None:
     op, _ = own_graph()
     x, like = (op.input(n, ir.DataType.FLOAT, dims) for n, dims in (("p", have), ("q", want)))
     y = op.reshape_like(x, like)
@@ -189,7 +189,7 @@ def test_sizes_of_a_reshape_are_constants_where_they_can(have, want, sizes) -> N
     assert (None if given is None else given.tolist()) == sizes
 
 
-def test_finish_refuses_what_is_no_model() -> None:
+def test_finalize_rejects_an_invalid_model() -> None:
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([2]))
     node = ir.Node("", "Relu", [x], [ir.AttrInt64("slope", 1)], num_outputs=1, name="r")
     graph = ir.Graph([x], node.outputs, nodes=[node], opset_imports={"": 21}, name="g")

@@ -1,4 +1,4 @@
-"""Models of every age mean the same at the working opset."""
+"""Models of all opsets compute the same after conversion to the working opset."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def same(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize("name", OLD)
-def test_raised_gives_the_numbers_of_the_original(name: str) -> None:
+def test_upgraded_model_agrees_with_the_original(name: str) -> None:
     model = parse(*OLD[name][:2])
     values = draw(model)
     raised = finalize(load_normalized(model).model)
@@ -220,7 +220,7 @@ def test_raised_gives_the_numbers_of_the_original(name: str) -> None:
     ],
     ids=["clip", "pad", "pad-filled"],
 )
-def test_numbers_take_the_type_of_the_input(kind: str, text: str, expected: Any) -> None:
+def test_constants_take_the_dtype_of_the_input(kind: str, text: str, expected: Any) -> None:
     model = parse(9, f"g ({kind}[4] x) => ({kind}[4] y) {{ {text} }}")
     x = np.array([-1.0, 0.125, 0.25, 3.0], kind)
     (y,) = stock(finalize(load_normalized(model).model))([x])
@@ -242,7 +242,7 @@ def test_training_batch_norm_from_before_its_attribute() -> None:
     np.testing.assert_allclose(y, expected, atol=1e-5)
 
 
-def test_a_model_that_cannot_be_raised_is_refused() -> None:
+def test_model_that_cannot_be_upgraded_raises() -> None:
     text = f"g ({BN}) => (float[2,3,4] y) {{ y = BatchNormalization<spatial=0>(x,s,b,m,v) }}"
     with pytest.raises(PrepareError, match="cannot convert the model from opset 7 to 21"):
         to_working_opset(load(parse(7, text)))
@@ -282,7 +282,7 @@ NEW = table("""
 
 
 @pytest.mark.parametrize("name", NEW)
-def test_newer_models_come_down_or_keep_their_opset(name: str) -> None:
+def test_newer_models_are_downgraded_or_keep_their_opset(name: str) -> None:
     opset, text, expected = NEW[name]
     work = load_normalized(parse(opset, text)).model
     assert work.opset_imports[""] == expected
@@ -292,21 +292,21 @@ def test_newer_models_come_down_or_keep_their_opset(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["swish", "in-branch", "types-only"])
-def test_coming_down_keeps_the_numbers(name: str) -> None:
+def test_downgraded_model_agrees_with_the_original(name: str) -> None:
     opset, text, _ = NEW[name]
     model = parse(opset, text)
     values = draw(model)
     same(stock(finalize(load_normalized(model).model))(values), reference(model)(values))
 
 
-# onnxruntime 1.31 refuses a mask shorter than the keys, and knows no windows.
+# onnxruntime 1.31 rejects a mask shorter than the keys and does not support windows.
 NOT_IN_RUNTIME = ("Attention-short-bias", "Attention-window")
-# The reference evaluator gives capped scores where raw ones are asked for.
+# The reference evaluator returns softcapped scores where raw ones are requested.
 NOT_IN_REFERENCE = ("Attention-raw-scores",)
 
 
 @pytest.mark.parametrize("case", attention.CASES, ids=repr)
-def test_attention_is_that_of_both_evaluators(case: OpCase) -> None:
+def test_attention_agrees_with_both_evaluators(case: OpCase) -> None:
     model = case.build()
     work = finalize(load_normalized(model).model)
     assert work.opset_import[0].version == 21
@@ -318,7 +318,7 @@ def test_attention_is_that_of_both_evaluators(case: OpCase) -> None:
 
 
 @pytest.mark.parametrize("opset", [23, 24, 25, 26])
-def test_masked_scores_are_infinite_where_they_are_shown(opset: int) -> None:
+def test_masked_scores_in_the_qk_output_are_infinite(opset: int) -> None:
     text = (
         "g (float[1,1,2,3] q, float[1,1,3,3] k, float[1,1,3,3] v)"
         "=> (float[1,1,2,3] y, float[1,1,2,3] s)"
@@ -331,7 +331,7 @@ def test_masked_scores_are_infinite_where_they_are_shown(opset: int) -> None:
     same([y, s], reference(model)(values))
 
 
-def test_what_no_runtime_knows_is_refused() -> None:
+def test_operators_without_a_runtime_raise() -> None:
     _, text, _ = NEW["attribute"]
     with pytest.raises(PrepareError, match=r"opset 28 is newer than runtimes support \(26\)"):
         load_normalized(parse(28, text))

@@ -1,4 +1,4 @@
-"""Damaged models: every one is accepted and right, or refused by name, soon and in little memory.
+"""Mutated model files: each runs correctly or raises a named error, fast and in little memory.
 
-``python -m tests.hostile --cases 10000 --seed 1`` runs many, ``test_hostile.py`` some.
+``python -m tests.hostile --cases 10000 --seed 1`` runs many cases, ``test_hostile.py`` some.
 """

@@ -1,4 +1,4 @@
-"""``python -m tests.hostile --cases N --seed S``: N damaged files, and what became of them."""
+"""Run N mutated files and print the outcomes: ``python -m tests.hostile --cases N --seed S``."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ import time
 
 from tests.hostile.run import Tally, run
 
-_SLICE = 500  # cases of one process
+_SLICE = 500  # cases per worker process
 
 
 def main() -> int:
-    """Print the counts and the bad ones; return 1 if there are any."""
+    """Print the counts and the failures; return 1 if there are failures."""
     parser = argparse.ArgumentParser(prog="python -m tests.hostile")
-    parser.add_argument("--cases", type=int, default=1000, help="how many")
-    parser.add_argument("--seed", type=int, default=0, help="of the first one")
-    given = parser.parse_args()
-    start, whole, end = time.monotonic(), Tally(), given.seed + given.cases
-    for first in range(given.seed, end, _SLICE):
+    parser.add_argument("--cases", type=int, default=1000, help="number of cases")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first case")
+    args = parser.parse_args()
+    start, total, end = time.monotonic(), Tally(), args.seed + args.cases
+    for first in range(args.seed, end, _SLICE):
         part = run(range(first, min(first + _SLICE, end)))
-        whole.join(part)
+        total.join(part)
         print(
-            f"{sum(whole.counts.values())} cases, {len(whole.bad)} bad",
+            f"{sum(total.counts.values())} cases, {len(total.bad)} bad",
             *part.bad,
             sep="\n",
             flush=True,
         )
-    print(whole.report(), f"{time.monotonic() - start:.0f} s", sep="\n")
-    return 1 if whole.bad else 0
+    print(total.report(), f"{time.monotonic() - start:.0f} s", sep="\n")
+    return 1 if total.bad else 0
 
 
 if __name__ == "__main__":

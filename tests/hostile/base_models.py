@@ -1,4 +1,4 @@
-"""Small valid models that are damaged."""
+"""Small valid models to mutate."""
 
 from __future__ import annotations
 
@@ -71,5 +71,5 @@ MODELS = {
 
 
 def base_model(name: str) -> onnx.ModelProto:
-    """Return one of the models, as a message of its own."""
+    """Return a new copy of a model."""
     return onnx.parser.parse_model(MODELS[name])

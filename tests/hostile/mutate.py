@@ -1,4 +1,4 @@
-"""Damage on the level of protobuf fields: the result still parses, and often means something."""
+"""Mutate protobuf fields of a model: the result still parses and is often meaningful."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import onnx
 from tests.hostile.base_models import MODELS, base_model
 from tests.hostile.traps import LOCATIONS
 
-EXTERNAL = 17  # the remainder by 20 of seeds whose models have data in other files
+EXTERNAL = 17  # seed % 20 of cases whose models have external data
 
 _INTEGERS = (-(2**63), -(2**31), -9, -2, -1, 0, 1, 2, 3, 7, 64, 65537, 2**31, 2**40, 2**63 - 1)
 _FLOATS = (-1.0, 0.0, 1e-12, 0.5, 1e30, float("inf"), float("nan"))
 _STRINGS = ("", "x", "y", "nope", "a*b+1", "(n+1)*(n+2)", "if", "é", "..", "SAME_UPPER", "n" * 5000)
-_DATA = ("raw_data", "float_data", "double_data")  # weights stay finite
+_DATA = ("raw_data", "float_data", "double_data")  # not mutated, so that weights stay finite
 
 _Message = Any
 _Place = tuple[_Message, Any]  # a message and the descriptor of one of its fields
 
 
 def mutant(seed: int) -> tuple[str, bytes]:
-    """Return the name of a model and the bytes of what has become of it."""
+    """Return the name of a base model and the bytes of a mutated copy."""
     rng = random.Random(seed)
     name = rng.choice(sorted(MODELS))
     model = base_model(name)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         _CHANGES[rng.randrange(len(_CHANGES))](rng, model)
     if seed % 20 == EXTERNAL:
-        _put_outside(rng, model)
+        _make_external(rng, model)
     return name, model.SerializeToString()
 
 
-def _put_outside(rng: random.Random, model: onnx.ModelProto) -> None:
-    """Let tensors have their data in another file."""
+def _make_external(rng: random.Random, model: onnx.ModelProto) -> None:
+    """Move the data of some tensors to external data with hostile locations."""
     tensors = [m for m in _messages(model) if m.DESCRIPTOR.name == "TensorProto"]
     if not tensors:
         tensors = [model.graph.initializer.add(name="x", data_type=1, dims=[4])]
@@ -46,12 +46,12 @@ def _put_outside(rng: random.Random, model: onnx.ModelProto) -> None:
         tensor.external_data.add(key="location", value=rng.choice(LOCATIONS))
         for key in ("offset", "length"):
             if rng.random() < 0.4:
-                number = rng.choice((0, 4, 16, 2048, -1, 2**63, "4x", ""))
-                tensor.external_data.add(key=key, value=str(number))
+                value = rng.choice((0, 4, 16, 2048, -1, 2**63, "4x", ""))
+                tensor.external_data.add(key=key, value=str(value))
 
 
 def _messages(message: _Message) -> Iterator[_Message]:
-    """Return every message below one, at any depth."""
+    """Yield the messages nested in a message, at any depth."""
     for field, value in message.ListFields():
         if field.type == field.TYPE_MESSAGE:
             for part in value if field.is_repeated else (value,):
@@ -60,7 +60,7 @@ def _messages(message: _Message) -> Iterator[_Message]:
 
 
 def _places(message: _Message) -> Iterator[_Place]:
-    """Return every field that is set, at any depth."""
+    """Yield the fields that are set in a message, at any depth."""
     for field, value in message.ListFields():
         yield message, field
         if field.type != field.TYPE_MESSAGE:
@@ -107,7 +107,7 @@ def _copy(part: Any) -> Any:
 
 
 def _cross(rng: random.Random, model: onnx.ModelProto) -> None:
-    """Let one message become a copy of another of its kind."""
+    """Replace a message by a copy of another message of its type."""
     messages: dict[str, list[_Message]] = {}
     for message, field in _places(model):
         if field.type == field.TYPE_MESSAGE:
@@ -120,7 +120,7 @@ def _cross(rng: random.Random, model: onnx.ModelProto) -> None:
 
 
 def _set_value(rng: random.Random, model: onnx.ModelProto) -> None:
-    """Give a number or a name another value; names mostly one that the model has elsewhere."""
+    """Change a scalar field; a string mostly becomes another string of the model."""
     plain = [(m, f) for m, f in _places(model) if f.type != f.TYPE_MESSAGE and f.name not in _DATA]
     message, field = rng.choice(plain)
     value = _value(rng, field, plain)
@@ -132,7 +132,7 @@ def _set_value(rng: random.Random, model: onnx.ModelProto) -> None:
             values[rng.randrange(len(values))] = value
         else:
             setattr(message, field.name, value)
-    except ValueError:  # too large for the field, or a name that is no text
+    except ValueError:  # too large for the field, or not valid UTF-8
         message.ClearField(field.name)
 
 

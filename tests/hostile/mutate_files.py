@@ -1,4 +1,4 @@
-"""Damage to checkpoints and manifests whose digests are right, and to the files of a directory."""
+"""Mutate checkpoints and manifests but keep their digests valid; replace files of a directory."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 
 from tests.hostile.traps import Traps
 
-CHECKPOINT, DIRECTORY = 19, 18  # the remainders by 20 of seeds of such cases
+CHECKPOINT, DIRECTORY = 19, 18  # seed % 20 of these cases
 _VALUES: tuple[Any, ...] = (
     *(None, True, -1, 0, 1, 3, 1.5, -0.5, 1e300, 2**31, 2**63, 10**40, "", "x", "abc", "NaN"),
     *("..", "../outside/secret.bin", "a\0b", "toString", [], {}, [1], [[]], [2**62, 2], {"x": 1}),
     *(float("nan"), float("inf"), [1] * 65, [0, 2**63 - 1]),
 )
 _ZEROS = "0" * 64
-_Place = tuple[Any, Any]  # an object or a list, and a key or an index of it
+_Place = tuple[Any, Any]  # a JSON object or list, and a key or index
 
 
 def damaged_checkpoint(seed: int, data: bytes) -> bytes:
-    """Return a checkpoint with some entries changed and the digest made right again."""
+    """Return a checkpoint with some entries changed and a valid digest."""
     rng = random.Random(seed)
     size = int.from_bytes(data[:8], "little")
     header, rest = json.loads(data[8 : 8 + size]), data[8 + size :]
@@ -43,10 +43,10 @@ def damaged_checkpoint(seed: int, data: bytes) -> bytes:
 
 
 def damage_directory(seed: int, folder: Path, traps: Traps) -> bool:
-    """Change the manifest of a directory, or put something else in the place of a file.
+    """Change the manifest of a directory, or replace one of its files.
 
     Returns:
-        Whether a file of the directory is a link now.
+        Whether a file of the directory may now be a link.
     """
     rng = random.Random(seed)
     path = folder / "manifest.json"

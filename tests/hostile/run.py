@@ -1,4 +1,4 @@
-"""Many cases, in a process that may hang or abort without taking this one along."""
+"""Run cases in a worker process, which may hang or abort."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 WORDS = {
-    "accepted": "accepted and right",
-    "refused": "refused by name",
+    "accepted": "accepted, correct result",
+    "refused": "named error",
     "hang": "hangs",
     "abort": "aborts",
     "raw": "raw exceptions",
@@ -22,36 +22,36 @@ WORDS = {
     "large": "over 500 MB",
 }
 GOOD = frozenset({"accepted", "refused"})
-_PATIENCE = 300.0  # seconds of the clock: only what hangs; the worker measures its own time
+_PATIENCE = 300.0  # seconds until a case counts as a hang; the worker measures CPU time
 _START = 600.0
 
 
 @dataclass
 class Tally:
-    """How many mutants ended in which way, and what was wrong with the bad ones."""
+    """Counts of outcomes, and descriptions of the failures."""
 
     counts: Counter[str] = field(default_factory=Counter)
     bad: list[str] = field(default_factory=list)
 
     def add(self, seed: int, word: str, detail: str) -> None:
-        """Count one mutant."""
+        """Count one case."""
         self.counts[word] += 1
         if word not in GOOD:
             self.bad.append(f"seed {seed}: {word}: {detail}")
 
     def join(self, other: Tally) -> None:
-        """Count what another one has counted."""
+        """Add the counts of another tally."""
         self.counts.update(other.counts)
         self.bad.extend(other.bad)
 
     def report(self) -> str:
-        """Return all counts, one a line, and the bad cases."""
+        """Return all counts and the failures, one per line."""
         lines = [f"{title:<34}{self.counts[word]:>7}" for word, title in WORDS.items()]
         return "\n".join([*lines, *self.bad])
 
 
 def run(seeds: Iterable[int]) -> Tally:
-    """Return what became of the mutants of some seeds."""
+    """Run the cases of the given seeds; return the tally."""
     tally = Tally()
     worker: _Worker | None = None
     for seed in seeds:

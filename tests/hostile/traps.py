@@ -1,4 +1,4 @@
-"""A folder with files that a hostile model points at, and a watch on what lies outside of it."""
+"""A directory with targets for hostile models, and a watch on the directory outside it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOCATIONS = (
     "",
     "data.bin\0",
 )
-"""Where external data is said to be; ``@`` stands for the folder outside."""
+"""Locations for external data; ``@`` is replaced by the directory outside."""
 
 _OPENED = (
     0x20 | 0x1 | 0x2 | 0x100 | 0x200 | 0x40 | 0x80
@@ -34,7 +34,7 @@ _OPENED = (
 
 
 class Traps:
-    """``inside`` for the cases, ``outside`` with a file that nobody may touch."""
+    """Directory ``inside`` for the cases, and ``outside`` with a file that must not be opened."""
 
     def __init__(self, root: Path) -> None:
         self.inside, self.outside = root / "inside", root / "outside"
@@ -55,7 +55,7 @@ class Traps:
 
 
 class _Watch:
-    """inotify, which also sees what libraries in C++ open; on Linux only."""
+    """An inotify watch, which also sees files opened by C++ libraries; Linux only."""
 
     def __init__(self, *paths: Path) -> None:
         self._file = -1

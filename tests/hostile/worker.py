@@ -1,4 +1,4 @@
-"""A process that takes seeds, one a line, and says what became of each case, one a line."""
+"""Worker process: read seeds from stdin, print the outcome of each case, one per line."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from pathlib import Path
 import onnxruntime
 
 from onnxtrain.errors import OnnxTrainError
-from tests.hostile.doors import NUMBERS, WrongError, doors
+from tests.hostile.entry_points import COMPARE, WrongError, steps_of_case
 from tests.hostile.traps import Traps
 from tests.soon import is_soon
 
-SECONDS = 1.0  # of this process's own time: load does not count
+SECONDS = 1.0  # of CPU time, independent of the machine's load
 MEGABYTES = 500
 _ADDRESS_SPACE = 8 << 30
 
 
 def outcome(seed: int, traps: Traps) -> tuple[str, str]:
-    """Return one word on a case, and a line on what went wrong, if it did."""
-    name, steps = doors(seed, traps)
+    """Run a case; return its outcome and a description of the failure, if any."""
+    name, steps = steps_of_case(seed, traps)
     accepted, last = True, ""
-    for door, function in steps:
+    for step, function in steps:
         start, before = time.process_time(), _megabytes()
         error = _error(function)
-        where = f"{name}: {door}"
+        where = f"{name}: {step}"
         if isinstance(error, WrongError):
             return "different", f"{where}: {error}"
         if error is not None and not isinstance(error, OnnxTrainError):
             return "raw", f"{where}: {error!r:.200} at {_place(error)}"
         if traps.touched():
             return "outside", where
-        taken = time.process_time() - start
+        elapsed = time.process_time() - start
         again = partial(_error, function)
-        if door != NUMBERS and taken > SECONDS and not is_soon(again, SECONDS):
-            return "slow", f"{where}: {taken:.1f} s"
+        if step != COMPARE and elapsed > SECONDS and not is_soon(again, SECONDS):
+            return "slow", f"{where}: {elapsed:.1f} s"
         if _megabytes() - before > MEGABYTES:
             return "large", f"{where}: {_megabytes() - before:.0f} MB"
-        accepted, last = error is None, door
-        if error is not None and door == "load":
+        accepted, last = error is None, step
+        if error is not None and step == "load":
             break
     return ("accepted" if accepted else "refused"), last
 
@@ -69,7 +69,7 @@ def _megabytes() -> float:
 
 
 def main() -> None:
-    """Answer each line of the standard input by one of the standard output."""
+    """Run the case of each line of stdin."""
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE, _ADDRESS_SPACE))
     warnings.simplefilter("ignore")
     onnxruntime.set_default_logger_severity(4)

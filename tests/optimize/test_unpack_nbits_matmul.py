@@ -12,7 +12,7 @@ import pytest
 import onnxtrain
 from onnxtrain.targets import TARGETS
 from tests.graph.contrib.fused_case import Case, normal
-from tests.graph.contrib.test_quantised_products import CASES, nbits, operators
+from tests.graph.contrib.test_quantized_matmul import CASES, nbits, operators
 
 PARTS = sorted(n for n in CASES if "bits, blocks of" in n and "float" not in n)
 OWN = {"MatMulNBits", "GatherBlockQuantized"}

@@ -25,29 +25,29 @@ def normal(*shape: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A node: arrays in the order of its inputs, ``None`` where one is left out."""
+    """A node of a fused operator and its inputs; ``None`` for an omitted input."""
 
     op: str
     inputs: list[np.ndarray | None]
     attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     outputs: tuple[str, ...] = ("y",)
-    """Names of outputs; those that start with ``int_`` are int32, "" is left out."""
+    """Names of outputs; ``int_*`` are int32, ``""`` is omitted."""
     constants: tuple[int, ...] = ()
     """Which inputs are initializers."""
     reference: Callable[..., Any] | None = None
-    """Gives the outputs in numpy, where no CPU kernel does."""
+    """Computes the outputs in NumPy, if onnxruntime has no CPU kernel."""
     domain: str = "com.microsoft"
     opset: int = 21
     rtol: float = 2e-5
     atol: float = 2e-5
     rows: Any = None
-    """What of each output is compared; all of it by default."""
+    """The part of each output to compare; all of it by default."""
     fixed: tuple[int, ...] = ()
-    """Float inputs that get no gradient."""
+    """Float inputs without a gradient."""
     symbolic: bool = True
-    """Whether sizes have names."""
+    """Whether dimensions are symbolic."""
     precision: type = np.float64
-    """In which gradients are checked: some kernels have one only."""
+    """The dtype to check gradients in: some kernels support only one."""
 
     def model(self, dtype: type = np.float32) -> onnx.ModelProto:
         values: list[ir.Value | None] = []
@@ -110,7 +110,7 @@ class Case:
             np.testing.assert_allclose(b, a, rtol=self.rtol, atol=self.atol)
 
     def check_gradient(self, target: str = "portable") -> None:
-        """Compare the slope along a random direction of each float input."""
+        """Compare the directional derivative of each float input with finite differences."""
         dtype = self.precision
         model, feeds = self.model(dtype), self.feeds(dtype)
         wrt = [
@@ -118,42 +118,42 @@ class Case:
             for i, a in enumerate(self.inputs)
             if a is not None and a.dtype == np.float32 and i not in self.fixed
         ]
-        shown = [n for n in self.outputs if n and not n.startswith("int_")]
+        output_names = [n for n in self.outputs if n and not n.startswith("int_")]
         plain = load_normalized_proto(model)
         arrays = {
             **feeds,
             **{t.name: ir.from_proto(t).numpy() for t in model.graph.initializer},
         }
-        ys = _run(plain, feeds, shown)
+        ys = _run(plain, feeds, output_names)
         rng = np.random.default_rng(3)
         seeds = {
             f"{n}_grad": rng.standard_normal(y.shape).astype(dtype)
-            for n, y in zip(shown, ys, strict=True)
+            for n, y in zip(output_names, ys, strict=True)
         }
         if self.rows is not None:
             for name, seed in seeds.items():
-                kept = np.zeros_like(seed)
-                kept[self.rows] = seed[self.rows]
-                seeds[name] = kept if seed.ndim == 3 else seed
+                masked = np.zeros_like(seed)
+                masked[self.rows] = seed[self.rows]
+                seeds[name] = masked if seed.ndim == 3 else seed
         gradients = onnxtrain.vjp(model, wrt, target=target)
         grads = _run(gradients, {**arrays, **seeds}, [f"{w}_grad" for w in wrt])
         step = 1e-6 if dtype == np.float64 else 1e-2
         for name, grad in zip(wrt, grads, strict=True):
             assert grad.shape == arrays[name].shape
             direction = rng.standard_normal(grad.shape).astype(dtype)
-            slope = 0.0
+            derivative = 0.0
             for sign in (1, -1):
                 moved = arrays[name] + sign * step * direction
-                ys = _run(_with(plain, name, moved), {**feeds, name: moved}, shown)
-                weights = [seeds[f"{n}_grad"] for n in shown]
-                slope += sign * sum(
+                ys = _run(_with(plain, name, moved), {**feeds, name: moved}, output_names)
+                weights = [seeds[f"{n}_grad"] for n in output_names]
+                derivative += sign * sum(
                     float((y.astype(np.float64) * w).sum())
                     for y, w in zip(ys, weights, strict=True)
                 )
-            slope /= 2 * step
+            derivative /= 2 * step
             tolerance = 1e-5 if dtype == np.float64 else 1e-2
             scale = float(np.linalg.norm(grad) * np.linalg.norm(direction)) + 1e-6
-            assert abs(slope - float((grad * direction).sum())) < tolerance * scale, name
+            assert abs(derivative - float((grad * direction).sum())) < tolerance * scale, name
 
 
 def load_normalized_proto(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -1,4 +1,4 @@
-"""Attention and MultiHeadAttention: masks of every form, caches, bias, packed projections."""
+"""Attention and MultiHeadAttention: all mask shapes, caches, bias, packed projections."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ MULTI = {
 
 
 def packed_reference(qkv, *rest, num_heads):
-    """The scores of [batch, length, heads, 3, size], in numpy."""
+    """Compute attention of packed [batch, length, heads, 3, size] in NumPy."""
     q, k, v = (qkv[:, :, :, i].transpose(0, 2, 1, 3) for i in range(3))
     s = q @ k.transpose(0, 1, 3, 2) / np.sqrt(q.shape[-1])
     p = np.exp(s - s.max(-1, keepdims=True))
@@ -90,7 +90,7 @@ MULTI["packed"] = Case(
 
 
 def step_reference(q, k, v, mask=None, _bias=None, past_k=None, past_v=None, *, num_heads):
-    """One token behind a cache; the kernel for CPUs crashes unless the cache is a buffer."""
+    """Compute one token after a cache; the CPU kernel crashes unless the cache is a buffer."""
 
     def heads(t):
         return t.reshape(BATCH, 1, num_heads, H).transpose(0, 2, 1, 3)
@@ -144,8 +144,8 @@ def _kernel(case: Case) -> list[np.ndarray]:
     return session.run(None, case.feeds())
 
 
-def test_no_projection_bias_is_one_of_zeros() -> None:
-    """The kernel for CPUs crashes without one."""
+def test_missing_projection_bias_is_zero() -> None:
+    """The CPU kernel crashes without a bias."""
     zeros = Case("Attention", [X, WEIGHT, 0 * BIAS], {"num_heads": N})
     without = Case(
         "Attention", [X, WEIGHT], {"num_heads": N}, reference=lambda *_, **__: _kernel(zeros)[0]
@@ -154,16 +154,16 @@ def test_no_projection_bias_is_one_of_zeros() -> None:
     without.check_gradient()
 
 
-def test_a_mask_of_rank_4_is_cut_to_the_sequence() -> None:
-    """No CPU kernel takes this form; the part that counts can be given as rank 3."""
+def test_mask_of_rank_4_is_sliced_to_the_sequence() -> None:
+    """No CPU kernel supports rank 4; the part that is used is passed as rank 3."""
     cut, large = attention(np.ascontiguousarray(LARGE[:, 0, :LENGTH, :LENGTH])), attention(LARGE)
     Case(
         large.op, large.inputs, large.attributes, reference=lambda *_, **__: _kernel(cut)[0]
     ).check_forward()
 
 
-def test_lengths_and_running_sums_mean_the_lengths() -> None:
-    """No CPU kernel takes this form; its first numbers are those of the plain form."""
+def test_lengths_with_cumulative_sums() -> None:
+    """No CPU kernel supports this mask; its first values are the plain lengths."""
     plain, sums = attention(LENGTHS), attention(SUMS)
     Case(
         sums.op, sums.inputs, sums.attributes, reference=lambda *_, **__: _kernel(plain)[0]

@@ -1,4 +1,4 @@
-"""Boxes cut out of images mean what the kernel computes."""
+"""CropAndResize agrees with onnxruntime's kernel."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ def test_gradient_equals_finite_differences(name: str) -> None:
     CASES[name].check_gradient()
 
 
-def test_a_size_that_is_computed_is_refused() -> None:
+def test_computed_size_raises() -> None:
     with pytest.raises(PrepareError, match="crop_size must be constant"):
         onnxtrain.vjp(crops(constants=()).model(), "x0")

@@ -1,4 +1,4 @@
-"""Operators that hold several packed products, and rotations of other kinds."""
+"""Operators that fuse several quantized matmuls, and multimodal rotary embeddings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ K, N, BLOCK = 64, 32, 32
 
 
 def packed(n: int, k: int = K) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return bytes, scales, and the weights that they mean."""
+    """Return packed bytes, scales and the dequantized weights."""
     numbers = RNG.integers(0, 16, (n, k // BLOCK, BLOCK)).astype(np.uint8)
     raw = numbers[..., 0::2] | (numbers[..., 1::2] << 4)
     scales = (0.01 + 0.02 * RNG.random((n, k // BLOCK))).astype(np.float32)
@@ -136,7 +136,7 @@ def test_gradient_equals_finite_differences(name: str) -> None:
 
 
 def expert_weights(experts_: int, n: int, k: int, bits: int, block: int, points: bool):
-    """Return bytes, scales, zero points and the weights that they mean."""
+    """Return packed bytes, scales, zero points and the dequantized weights."""
     numbers = RNG.integers(0, 1 << bits, (experts_, n, k)).astype(np.uint8)
     raw = numbers if bits == 8 else numbers[..., 0::2] | (numbers[..., 1::2] << 4)
     blocks = k // block if block else 1
@@ -155,7 +155,7 @@ def expert_weights(experts_: int, n: int, k: int, bits: int, block: int, points:
 @pytest.mark.parametrize("points", [False, True])
 @pytest.mark.parametrize("block", [0, 16])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_quantised_experts_equal_the_plain_ones(bits: int, block: int, points: bool) -> None:
+def test_quantized_experts_equal_dequantized_ones(bits: int, block: int, points: bool) -> None:
     hidden, inner, count = 32, 32, 4
     w1 = expert_weights(count, inner, hidden, bits, block, points)
     w2 = expert_weights(count, hidden, inner, bits, block, points)

@@ -1,4 +1,4 @@
-"""GroupQueryAttention means what onnxruntime's kernel computes, with and without a cache."""
+"""GroupQueryAttention agrees with onnxruntime's kernel, with and without a cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def gqa(
     cache = (COS, SIN) if cos else (None, None)
     attributes = {**HEADS, **({"do_rotary": 1} if cos else {}), **attributes}
     inputs = [x, k, v, *past, lens, total, *cache, *more]
-    # The kernel wants caches as outputs; the gradient is asked of the first output.
+    # The kernel requires caches as outputs; the gradient is that of the first output.
     return Case("GroupQueryAttention", inputs, attributes, ("y", "k", "v"), fixed=(7, 8))
 
 
@@ -68,7 +68,7 @@ CASES |= {
 
 
 def windowed(capacity: int, seen: int, length: int) -> Case:
-    """A cache that holds the last positions only; it is full afterwards: other rows are junk."""
+    """A cache of the last positions only; it is full after the call, other rows are undefined."""
     past = normal(1, K, capacity, H), normal(1, K, capacity, H)[..., ::-1].copy()
     return gqa(
         PACKED[:1, :length],
@@ -124,13 +124,13 @@ def test_norms_of_queries_and_keys_equal_torch() -> None:
     case.check_gradient()
 
 
-def test_a_quantised_cache_is_refused() -> None:
+def test_quantized_cache_raises() -> None:
     case = gqa(PACKED, k_quant_type="PER_TENSOR", v_quant_type="PER_TENSOR")
     with pytest.raises(onnxtrain.errors.PrepareError, match="quantized cache"):
         onnxtrain.vjp(case.model(), "x0")
 
 
-def test_types_behind_it_need_no_value_info() -> None:
+def test_output_types_are_inferred_without_value_info() -> None:
     model = CASES["rotary"].model()
     del model.graph.output[1:]
     model.graph.node[0].output[0] = "inside"

@@ -1,4 +1,4 @@
-"""Integer arithmetic as floats between quantisers: within a step of onnxruntime's kernels."""
+"""Quantized arithmetic in float: within one quantization step of onnxruntime's kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of operators that nothing is differentiated through."""
+"""Errors and reports for operators that have no gradient."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def lstm() -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("straight", [False, True])
-def test_a_quantised_lstm_is_named_where_something_in_front_is_trained(straight: bool) -> None:
-    """The file has no types of what the operator gives; they follow from its attributes."""
+def test_training_before_a_quantized_lstm_names_it(straight: bool) -> None:
+    """The file has no types of the operator's outputs; they follow from its attributes."""
     with pytest.raises(UndifferentiableError, match=r"DynamicQuantizeLSTM.*works on integers"):
         onnxtrain.build(lstm(), loss="mse", optimizer="sgd", straight_through=straight)
 
 
-def test_what_is_behind_a_quantised_lstm_is_trained() -> None:
+def test_layers_after_a_quantized_lstm_train() -> None:
     trainer = Trainer(onnxtrain.build(lstm(), loss="mse", optimizer="sgd:lr=0.1", train=["head"]))
     batch = {"x": np.ones((3, 2, 4), np.float32), "target": np.ones((3, 1, 2, 2), np.float32)}
     values = [float(trainer.step(**batch).loss) for _ in range(5)]
@@ -68,8 +68,8 @@ NAMED = """g (float[n,3] x) => (int64[n] label, seq(map(int64, float)) named) {
 
 
 @pytest.mark.parametrize("imports", [["", "ai.onnx.ml"], ["ai.onnx.ml"]])
-def test_maps_at_the_end_become_tensors(imports: list[str]) -> None:
-    """What converters of scikit-learn write by default trains; the scores are columns."""
+def test_zipmap_outputs_become_tensors(imports: list[str]) -> None:
+    """Default exports of skl2onnx train; the probabilities are columns of a tensor."""
     model = with_weights(NAMED)
     kept = [o for o in model.opset_import if o.domain in imports]
     del model.opset_import[:]
@@ -89,7 +89,7 @@ def test_maps_at_the_end_become_tensors(imports: list[str]) -> None:
     assert curve[-1] < curve[0]
 
 
-def test_other_maps_are_refused() -> None:
+def test_other_maps_raise() -> None:
     model = with_weights(NAMED.replace("ZipMap<", "CastMap<"))
     with pytest.raises(LoadError, match="output 'named'") as caught:
         onnxtrain.build(model, loss="mse", optimizer="sgd")
@@ -111,7 +111,7 @@ ASKED = {
 
 
 @pytest.mark.parametrize("ask", ASKED)
-def test_a_search_says_that_it_makes_tokens(ask: str) -> None:
+def test_beam_search_error_says_that_it_generates_tokens(ask: str) -> None:
     model = with_weights(BEAM)
     with pytest.raises(OnnxTrainError, match="it generates tokens one after the other") as caught:
         ASKED[ask](model)

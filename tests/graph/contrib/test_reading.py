@@ -1,4 +1,4 @@
-"""Files as onnxruntime's tools write them: no types behind fused nodes, no import, odd domains."""
+"""Files of onnxruntime's tools: no types after fused nodes, missing imports, odd domains."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _model(text: str, opset: int, imports: str = ', "com.microsoft": 1') -> onnx
     return onnx.parser.parse_model(f"{head} {text}")
 
 
-def test_types_behind_a_fused_node_are_inferred() -> None:
+def test_types_after_a_fused_node_are_inferred() -> None:
     model = _model(
         """(float[n, 4] x, float[4] b) => (float[n, 4] y) {
         h = com.microsoft.BiasGelu(x, b)
@@ -35,7 +35,7 @@ def test_types_behind_a_fused_node_are_inferred() -> None:
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-def test_types_behind_a_fused_node_in_a_branch() -> None:
+def test_types_after_a_fused_node_in_a_branch() -> None:
     model = _model(
         """(float[n, 4] x, bool c) => (float[n, 4] y) {
         y = If(c) <then_branch = t () => (float[n, 4] u)
@@ -46,7 +46,7 @@ def test_types_behind_a_fused_node_in_a_branch() -> None:
     assert onnxtrain.explain(model, wrt="x").differentiable
 
 
-def test_an_operator_that_nobody_defines_is_named() -> None:
+def test_undefined_operator_is_named() -> None:
     model = _model(
         "(float[2, 4] x) => (float[a, b] y) { z = com.microsoft.Nope(x) y = Relu(z) }", 17
     )
@@ -54,16 +54,16 @@ def test_an_operator_that_nobody_defines_is_named() -> None:
         onnxtrain.explain(model)
 
 
-def test_the_missing_import_is_added_and_told() -> None:
+def test_missing_import_is_added_and_reported() -> None:
     text = "(float[n, 4] x) => (float[n, 4] y) { y = com.microsoft.QuickGelu(x) }"
     report = onnxtrain.explain(_model(text, 17, imports=""), wrt="x")
     assert report.differentiable
     assert "the missing opset import of com.microsoft was added" in report.repairs
-    told = onnxtrain.explain(_model(text, 17), wrt="x").repairs
-    assert not any("import" in line for line in told)
+    repairs = onnxtrain.explain(_model(text, 17), wrt="x").repairs
+    assert not any("import" in line for line in repairs)
 
 
-def test_other_domains_still_want_an_import() -> None:
+def test_other_domains_require_an_import() -> None:
     model = _model("(float[n, 4] x) => (float[n, 4] y) { y = ai.onnx.ml.Normalizer(x) }", 17, "")
     with pytest.raises(OnnxTrainError, match="without an opset import"):
         onnxtrain.explain(model)
@@ -71,7 +71,7 @@ def test_other_domains_still_want_an_import() -> None:
 
 @pytest.mark.parametrize("opset", [11, 16, 18])
 @pytest.mark.parametrize("op", ["LayerNormalization", "SimplifiedLayerNormalization"])
-def test_the_runtimes_normalisations_in_the_standard_domain(op: str, opset: int) -> None:
+def test_onnxruntime_normalizations_in_the_standard_domain(op: str, opset: int) -> None:
     bias = [normal(4)] if op == "LayerNormalization" else []
     case = Case(op, [normal(2, 5, 4), normal(4), *bias], {"epsilon": 1e-3}, domain="", opset=opset)
     case.check_forward()
@@ -99,13 +99,13 @@ OLD = {
 
 
 @pytest.mark.parametrize("name", OLD)
-def test_operators_older_than_the_standard(name: str) -> None:
+def test_operators_before_their_standardization(name: str) -> None:
     OLD[name].check_forward()
     OLD[name].check_gradient()
 
 
 @pytest.mark.parametrize("opset", [9, 17, 21, 23])
-def test_an_unknown_operator_is_no_assertion_of_the_converter(opset: int) -> None:
+def test_unknown_operator_is_not_a_converter_assertion(opset: int) -> None:
     model = _model("(float[2, 4] x) => (float[a, b] y) { z = Nope(x) y = Relu(z) }", opset)
     with pytest.raises(PrepareError, match="operators that ONNX does not define: Nope") as caught:
         onnxtrain.explain(model)

@@ -1,4 +1,4 @@
-"""Running states, packed sequences and mixtures of experts."""
+"""Linear attention states, packed sequences and mixtures of experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HQ, HK, DK, DV = 4, 2, 4, 6
 
 
 def linear(q, k, v, past=None, decay=None, beta=None, *, q_num_heads, kv_num_heads, update_rule):
-    """The recurrence as its definition states it, token by token."""
+    """Compute the recurrence by its definition, token by token."""
     n, t, _ = q.shape
     q, k, v = (
         x.reshape(n, t, h, -1) for x, h in ((q, q_num_heads), (k, kv_num_heads), (v, kv_num_heads))
@@ -84,7 +84,7 @@ def experts(
     activation_beta=0.0,
     swiglu_limit=None,
 ):
-    """Each token through its best experts, one by one."""
+    """Compute the top experts of each token, one token at a time."""
     out = np.zeros_like(x)
     p = np.exp(router - router.max(1, keepdims=True))
     p /= p.sum(1, keepdims=True)
@@ -121,7 +121,7 @@ def moe(*more, w1=W1, b1=B1, **form):
 
 
 def packed(x, w, b, places, sums, bias=None, *, num_heads):
-    """Attention of each sequence by itself."""
+    """Compute attention of each sequence separately."""
     qkv = x @ w + b
     out = []
     for i in range(len(sums) - 1):
@@ -239,7 +239,7 @@ def test_equals_the_definition(name: str) -> None:
     CASES[name].check_forward()
 
 
-# What has a kernel for CPUs; the others run on GPUs only.
+# Operators with a CPU kernel; the others run on GPUs only.
 KERNELS = [n for n in CASES if not n.startswith(("packed", "re"))]
 KERNELS.remove("experts, swiglu in halves")
 KERNELS.remove("experts, gated")

@@ -1,4 +1,4 @@
-"""Fused operators that are no attention: normalisations, layouts, transforms, indices."""
+"""Fused operators other than attention: normalizations, layouts, transforms, indices."""
 
 from __future__ import annotations
 
@@ -339,11 +339,11 @@ EMBED = [IDS, IDS % 2, normal(20, 8), normal(9, 8), normal(2, 8), 1 + normal(8),
 @pytest.mark.parametrize(
     "mask", [None, np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]], np.int32)], ids=["", "mask"]
 )
-def test_embeddings_tell_the_lengths_of_sequences(mask) -> None:
+def test_embedding_layer_norm_returns_sequence_lengths(mask) -> None:
     Case("EmbedLayerNormalization", [*EMBED, mask], {}, ("y", "int_lengths")).check_forward()
 
 
-def test_embeddings_give_their_sum_and_gradient() -> None:
+def test_embedding_sum_and_gradient() -> None:
     positions = IDS % LENGTH
     case = Case(
         "EmbedLayerNormalization",

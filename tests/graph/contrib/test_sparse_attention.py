@@ -1,4 +1,4 @@
-"""SparseAttention means what onnxruntime's kernel computes, for prompts and behind a cache."""
+"""SparseAttention agrees with onnxruntime's kernel, for prompts and after a cache."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FULL = np.full(BATCH, LENGTH, np.int32)
 
 
 def tables(layouts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return starts of rows, and columns, of blocks that are seen; short lists end in -1."""
+    """Return row starts and column indices of attended blocks, padded with -1."""
     starts = np.concatenate([np.zeros((len(layouts), 1), int), layouts.sum(axis=2).cumsum(1)], 1)
     columns = np.full((len(layouts), starts.max()), -1, np.int32)
     for row, layout in zip(columns, layouts, strict=True):
@@ -42,7 +42,7 @@ def tables(layouts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def kernel(*inputs: np.ndarray | None, **attributes: object) -> np.ndarray:
-    """Return what onnxruntime computes: it writes new tokens into the memory of the cache."""
+    """Run onnxruntime's kernel, which writes new tokens into the buffer of the cache."""
     case = Case("SparseAttention", list(inputs), attributes, ("y", "k", "v"), constants=(5, 6))
     session = onnxruntime.InferenceSession(
         case.model().SerializeToString(), providers=["CPUExecutionProvider"]
@@ -61,7 +61,7 @@ def kernel(*inputs: np.ndarray | None, **attributes: object) -> np.ndarray:
 
 
 def each_alone(*inputs: np.ndarray | None, **attributes: object) -> np.ndarray:
-    """Return what the kernel computes for each sequence by itself, zeros behind its end.
+    """Run the kernel for each sequence separately; return zeros after its end.
 
     Of several sequences with different lengths the kernel reads the scores at the wrong place.
     """
@@ -132,8 +132,8 @@ def test_gradient_equals_finite_differences(name: str) -> None:
     CASES[name].check_gradient()
 
 
-def test_blocks_hide_something() -> None:
-    """Else the cases above would pass without the tables."""
+def test_layouts_mask_some_blocks() -> None:
+    """Otherwise the cases above would pass without the tables."""
     (dense,) = [kernel(*CASES["everything is seen"].inputs, **CASES["packed"].attributes)]
     assert np.abs(dense - kernel(*CASES["packed"].inputs, **CASES["packed"].attributes)).max() > 0.1
 
@@ -157,23 +157,23 @@ def test_without_a_cache_it_computes_whole_sequences() -> None:
 
 
 @pytest.mark.parametrize("place", [(1, 1), (0, 1)])
-def test_layouts_that_hide_a_block_from_itself_or_look_ahead_are_refused(place) -> None:
+def test_layouts_without_the_diagonal_or_with_future_blocks_raise(place) -> None:
     layouts = LAYOUTS[:1].copy()
     layouts[0][place] ^= 1
     with pytest.raises(PrepareError, match="does not attend to itself, or attends to later blocks"):
         onnxtrain.vjp(sparse(PACKED, layouts=layouts).model(), "x0")
 
 
-def test_tables_that_are_computed_are_refused() -> None:
+def test_computed_tables_raise() -> None:
     case = sparse(PACKED)
     open_tables = Case(case.op, case.inputs, case.attributes)
     with pytest.raises(PrepareError, match="block_col_indices must be constant"):
         onnxtrain.vjp(open_tables.model(), "x0")
 
 
-def test_tables_of_angles_are_not_trained() -> None:
+def test_rotary_tables_are_not_trained() -> None:
     model = dataclasses.replace(CASES["rotary"], constants=(5, 6, 9, 10)).model()
     assert not onnxtrain.parameters(model)
-    told = str(onnxtrain.explain(model))
-    assert "x9: a table of sines and cosines" in told
-    assert "x10: a table of sines and cosines" in told
+    report = str(onnxtrain.explain(model))
+    assert "x9: a table of sines and cosines" in report
+    assert "x10: a table of sines and cosines" in report

@@ -1,4 +1,4 @@
-"""Words from the letters that they are made of."""
+"""WordConvEmbedding: word embeddings from characters."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_gradient_equals_finite_differences() -> None:
     WORDS.check_gradient()
 
 
-def test_a_word_without_letters_is_zeros() -> None:
-    """The kernel leaves what lay in memory; the others are what it computes."""
+def test_empty_word_is_zero() -> None:
+    """The kernel leaves uninitialized memory for empty words; other words must agree."""
     words = np.array([[3, 1, 2, 0], [0, 0, 0, 0], [0, 2, 2, 1]], np.int32)
     arrays = [words, normal(4, 1, 3, 5), normal(4), normal(6, 5)]
     case = Case("WordConvEmbedding", arrays, symbolic=False)

@@ -1,4 +1,4 @@
-"""Order of a run, lifetimes and arena, against what onnxruntime does."""
+"""Run order, lifetimes and arena agree with onnxruntime."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FLOAT = ir.DataType.FLOAT
 
 
 def graph_of(*, late: bool = False) -> ir.Graph:
-    """Return a chain of products whose inputs are read again at the end, in reverse."""
+    """Return a chain of matmuls whose inputs are read again at the end, in reverse."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 21}, name="g")
     op = OpBuilder(graph)
     x = op.input("x", FLOAT, ["n", 8])
@@ -59,7 +59,7 @@ def test_nodes_run_in_the_predicted_order(tmp_path: Path) -> None:
     assert [n for n in ran if n in names] == names
 
 
-def test_the_order_with_the_lower_peak_is_taken() -> None:
+def test_order_with_the_lower_peak_is_used() -> None:
     graph = graph_of(late=True)
     own = list(graph)
     sizes = Sizes(other=32)

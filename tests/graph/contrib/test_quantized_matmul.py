@@ -1,4 +1,4 @@
-"""Products with packed weights mean what the kernels compute; the weights stay narrow."""
+"""Matmuls with packed weights agree with onnxruntime's kernels; the weights stay packed."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def operators(model: onnx.ModelProto) -> Counter[str]:
 
 
 @pytest.mark.parametrize("opset", [17, 21, 23])
-def test_weights_stay_packed_where_the_runtime_has_the_product(opset: int) -> None:
+def test_weights_stay_packed_where_the_runtime_has_a_kernel(opset: int) -> None:
     case = CASES["4 bits, blocks of 32, packed points"]
     model = dataclasses.replace(case, opset=opset).model()
     fused = onnxtrain.vjp(model, "x0")
@@ -124,8 +124,8 @@ def test_weights_stay_packed_where_the_runtime_has_the_product(opset: int) -> No
     assert operators(plain)["DequantizeLinear"] == 1
 
 
-def test_no_weight_is_unpacked_before_its_gradient_is_there() -> None:
-    """What reads constants only would be run at the start, for all layers at once."""
+def test_weights_are_unpacked_only_when_their_gradient_runs() -> None:
+    """A runtime would unpack constants at the start, for all layers at once."""
     graph = onnxtrain.vjp(CASES["4 bits, blocks of 32, no points"].model(), "x0").graph
     makers = {y: n for n in graph.node for y in n.output}
     (unpack,) = (n for n in graph.node if n.op_type == "GatherBlockQuantized")
@@ -138,7 +138,7 @@ def test_no_weight_is_unpacked_before_its_gradient_is_there() -> None:
 
 
 def test_scales_are_in_memory_once(tmp_path: Path) -> None:
-    """Both passes read them, in two forms: a runtime would keep a view of a constant as another."""
+    """Forward and backward read them in two shapes; a runtime would copy a view of a constant."""
     n, k = 256, 512
     model = parser.parse_model(
         f"""<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]>
@@ -182,7 +182,7 @@ def test_inputs_are_not_rounded_in_training() -> None:
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_a_rule_of_the_users_goes_before_the_decomposition() -> None:
+def test_user_rule_takes_precedence_over_the_decomposition() -> None:
     @onnxtrain.register_vjp("com.microsoft::QuickGelu")
     def quick_gelu(op, dy, x):
         return op.Mul(dy, 42.0)
@@ -196,8 +196,8 @@ def test_a_rule_of_the_users_goes_before_the_decomposition() -> None:
         del USER_RULES["com.microsoft::QuickGelu"]
 
 
-def test_groups_with_packed_points_are_refused() -> None:
-    """The kernel for CPUs takes the middle of the range instead of them."""
+def test_groups_with_packed_zero_points_raise() -> None:
+    """The CPU kernel ignores them and uses the middle of the range."""
     case = nbits(4, 32, points="packed", group=True)
     with pytest.raises(PrepareError, match="groups of columns together with packed zero points"):
         onnxtrain.vjp(case.model(), "x0")

@@ -1,4 +1,4 @@
-"""Nodes that do not keep to the definition of their operator end in an error that names them."""
+"""Nodes that violate the definition of their operator raise an error that names them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ UNFIT = {
     "too many inputs": f"{LSTM} {{ y = com.microsoft.LSTM<hidden_size = 2>(x, w, r, w, x, x) }}",
     "keepdims": f"{X} {{ z = ReduceSum<keepdims = 2147483648>(x) y = Add(x, z) }}",
 }
-DOORS: dict[str, Callable[[onnx.ModelProto], object]] = {
+ENTRY_POINTS: dict[str, Callable[[onnx.ModelProto], object]] = {
     "explain": onnxtrain.explain,
     "vjp": lambda m: onnxtrain.vjp(m, ["x"]),
     "lower": lambda m: onnxtrain.lower(m, opset=13),
@@ -61,21 +61,21 @@ DOORS: dict[str, Callable[[onnx.ModelProto], object]] = {
 
 
 @pytest.mark.parametrize("what", UNFIT)
-def test_an_unfit_node_is_named(what: str):
+def test_invalid_node_is_named(what: str):
     model = onnx.parser.parse_model(HEAD + UNFIT[what])
     refused = 0
-    for door in DOORS.values():
+    for entry_point in ENTRY_POINTS.values():
         try:
-            door(model)
+            entry_point(model)
         except OnnxTrainError:
             refused += 1
     assert refused
 
 
-def test_defects_of_a_decomposition_do_not_pass_for_the_model_s(
+def test_bugs_of_a_decomposition_are_not_reported_as_an_invalid_model(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """An error of another kind than a file can cause goes through as it is."""
+    """Errors that a file cannot cause propagate unchanged."""
 
     def broken(op: object, x: object, bias: object) -> None:
         raise KeyError("a defect")
@@ -86,7 +86,7 @@ def test_defects_of_a_decomposition_do_not_pass_for_the_model_s(
         onnxtrain.vjp(onnx.parser.parse_model(HEAD + text), ["x"])
 
 
-def test_what_went_wrong_is_kept():
+def test_cause_is_preserved():
     model = onnx.parser.parse_model(HEAD + UNFIT["no group"])
     with pytest.raises(OnnxTrainError, match="violates the definition") as caught:
         onnxtrain.vjp(model, ["x"])
@@ -113,6 +113,6 @@ def test_a_function_of_another_opset():
     onnxtrain.vjp(model, ["x"])
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_function_with_a_graph_as_attribute(door: str):
-    DOORS[door](onnx.parser.parse_model(GRAPH_ATTRIBUTE))
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
+def test_a_function_with_a_graph_as_attribute(entry_point: str):
+    ENTRY_POINTS[entry_point](onnx.parser.parse_model(GRAPH_ATTRIBUTE))

@@ -1,4 +1,4 @@
-"""A local function called like a standard operator: what it means depends on who runs it."""
+"""A local function named like a standard operator is ambiguous: runtimes disagree on it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _model(domain: str) -> onnx.ModelProto:
     return model
 
 
-def test_it_is_refused_by_name() -> None:
+def test_it_raises() -> None:
     x = np.random.default_rng(3).standard_normal((4, 3)).astype(np.float32)
     (run,) = g.run(_model(""), {"x": x})
     assert (run == 0).any()  # the runtime's Relu, not the function, which is Abs
@@ -36,7 +36,7 @@ def test_it_is_refused_by_name() -> None:
         onnxtrain.build(_model(""), loss="mse", optimizer="sgd")
 
 
-def test_in_another_domain_it_is_inlined() -> None:
+def test_other_domains_are_inlined() -> None:
     x = np.random.default_rng(3).standard_normal((4, 3)).astype(np.float32)
     model = _model("mine")
     trainer = onnxtrain.Trainer(onnxtrain.build(model, loss="mse", optimizer="sgd"))

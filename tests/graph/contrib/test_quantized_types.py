@@ -1,4 +1,4 @@
-"""Quantised operators of onnxruntime have types, so that what reads them can be typed too."""
+"""Type and shape inference of onnxruntime's quantized operators."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ POOLS = {
 }
 
 
-def _judge(name: str, inputs: list, attributes: dict) -> None:
-    """Compare the inferred type and shape of a node's output with what the kernel gives."""
+def _check(name: str, inputs: list, attributes: dict) -> None:
+    """Compare the inferred type and shape of a node's output with the kernel's output."""
     case = Case(
         name,
         [np.asarray(a) for a in inputs],
@@ -38,7 +38,7 @@ def _judge(name: str, inputs: list, attributes: dict) -> None:
     model.graph.output[0].type.tensor_type.elem_type = int(kind)
     session = onnxruntime.InferenceSession(model.SerializeToString())
     want = np.asarray(session.run(None, case.feeds())[0])
-    # The value in question is no output of the graph: nothing but inference can type it.
+    # The value is not a graph output, so only inference can give it a type.
     model.graph.node.append(
         onnx.NodeProto(op_type="Identity", input=[model.graph.node[0].output[0]], output=["z"])
     )
@@ -55,23 +55,23 @@ def _judge(name: str, inputs: list, attributes: dict) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_type_is_that_of_the_kernel(name: str) -> None:
-    _judge(name, *CASES[name])
+    _check(name, *CASES[name])
 
 
 @pytest.mark.parametrize("form", POOLS)
 def test_sizes_of_pools(form: str) -> None:
     inputs, _ = CASES["QLinearAveragePool"]
-    _judge("QLinearAveragePool", inputs, POOLS[form])
+    _check("QLinearAveragePool", inputs, POOLS[form])
 
 
 def test_transposed_gemm() -> None:
     inputs, _ = CASES["QGemm"]
     turned = [np.ascontiguousarray(a.T) if i in (0, 3) else a for i, a in enumerate(inputs)]
-    _judge("QGemm", turned, {"transA": 1, "transB": 1})
+    _check("QGemm", turned, {"transA": 1, "transB": 1})
 
 
-def test_a_layer_before_quantised_ones_trains_by_the_hint() -> None:
-    """A file of onnxruntime's quantiser: one layer stayed in floats."""
+def test_float_layer_before_quantized_ones_trains_with_the_hint() -> None:
+    """A file of onnxruntime's quantizer in which one layer stayed in float."""
     rng = np.random.default_rng(3)
 
     def node(op: str, inputs: str, output: str, domain: str = "") -> onnx.NodeProto:

@@ -1,4 +1,4 @@
-"""What is done with each case, and whether it ended well."""
+"""Pass mutated files to the entry points of onnxtrain and check the results."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ from tests.hostile.mutate import mutant
 from tests.hostile.mutate_files import CHECKPOINT, DIRECTORY, damage_directory, damaged_checkpoint
 from tests.hostile.traps import SECRET, Traps
 
-Door = tuple[str, Callable[[], object]]
+Step = tuple[str, Callable[[], object]]
 _DIFFERS, _DOES_NOT_RUN = "differs from the original", "the lowered model does not"
-NUMBERS = "numbers"
-"""The door of comparisons: what takes its time there is onnxruntime."""
-_SIZE = 3  # of symbolic sizes
+COMPARE = "compare"
+"""The step that compares results: its time is spent in onnxruntime."""
+_SIZE = 3  # of symbolic dimensions
 
 
 class WrongError(AssertionError):
-    """A case was accepted, and what came of it is not right."""
+    """An entry point accepted a case and returned a wrong result."""
 
 
-def doors(seed: int, traps: Traps) -> tuple[str, Iterator[Door]]:
-    """Return the name of a case, and what is done with it, step by step.
+def steps_of_case(seed: int, traps: Traps) -> tuple[str, Iterator[Step]]:
+    """Return the name of a case and the entry points to call, in order.
 
-    A step that raises a named error ends the case, if it is the first.
+    A case ends if its first step raises a named error.
     """
     if seed % 20 == CHECKPOINT:
-        return "checkpoint", _checkpoint_doors(seed, traps)
+        return "checkpoint", _checkpoint_steps(seed, traps)
     if seed % 20 == DIRECTORY:
-        return "directory", _directory_doors(seed, traps)
+        return "directory", _directory_steps(seed, traps)
     name, data = mutant(seed)
-    return name, _model_doors(data, traps)
+    return name, _model_steps(data, traps)
 
 
-def _model_doors(data: bytes, traps: Traps) -> Iterator[Door]:
+def _model_steps(data: bytes, traps: Traps) -> Iterator[Step]:
     path = traps.inside / "model.onnx"
     path.write_bytes(_with_folder(data, traps))
     yield "load", lambda: onnxtrain.load(path)
     yield "explain", lambda: onnxtrain.explain(path)
-    made: list[onnx.ModelProto] = []
-    yield "vjp", lambda: made.append(onnxtrain.vjp(path, ["x"]))
+    gradients: list[onnx.ModelProto] = []
+    yield "vjp", lambda: gradients.append(onnxtrain.vjp(path, ["x"]))
     built: list[onnxtrain.Artifacts] = []
     yield "build", lambda: built.append(onnxtrain.build(path, loss="mse", optimizer="sgd"))
     lowered: list[object] = []
     yield "lower", lambda: lowered.append(_lower(path))
-    if lowered:  # the runtime has run it
-        for model in (*made, *(b.models["infer"] for b in built)):
-            yield NUMBERS, lambda model=model: _compare(path, model)
+    if lowered:  # lower() verified that onnxruntime runs the model
+        for model in (*gradients, *(b.models["infer"] for b in built)):
+            yield COMPARE, lambda model=model: _compare(path, model)
 
 
 def _with_folder(data: bytes, traps: Traps) -> bytes:
@@ -79,7 +79,7 @@ def _lower(path: Path) -> onnx.ModelProto:
 
 
 def _is_valid(path: Path) -> bool:
-    """Return whether the standard allows the model; runtimes also take some that it does not."""
+    """Return whether onnx's checker accepts the model; runtimes accept more."""
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError):
@@ -95,23 +95,23 @@ def _runs(path: Path) -> bool:
     return True
 
 
-def _compare(path: Path, made: onnx.ModelProto) -> None:
-    """Run both on the same numbers; outputs of the model come first."""
+def _compare(path: Path, generated: onnx.ModelProto) -> None:
+    """Run the model and a generated model, whose first outputs are the model's; compare them."""
     original = onnx.load(path, load_external_data=False)
     feeds = _feeds(original)
-    wanted = _run(str(path), feeds)
-    outputs = {y.name: a for y, a in zip(original.graph.output, wanted, strict=True)}
-    known = onnxtrain.load(path).graph.initializers
-    cotangents = iter([np.zeros_like(a) for a in wanted if np.asarray(a).dtype.kind == "f"])
-    for x in made.graph.input:
+    expected = _run(str(path), feeds)
+    outputs = {y.name: a for y, a in zip(original.graph.output, expected, strict=True)}
+    weights = onnxtrain.load(path).graph.initializers
+    cotangents = iter([np.zeros_like(a) for a in expected if np.asarray(a).dtype.kind == "f"])
+    for x in generated.graph.input:
         if x.name not in feeds:
-            value = _value(known[x.name]) if x.name in known else next(cotangents, None)
-            if value is None:  # onnxruntime gave another type than the model declares
+            value = _value(weights[x.name]) if x.name in weights else next(cotangents, None)
+            if value is None:  # onnxruntime returned another type than the model declares
                 return
             feeds[x.name] = value
-    names = {x.name for x in made.graph.input}
-    got = _run(made.SerializeToString(), {n: a for n, a in feeds.items() if n in names})
-    for name, a, b in zip(outputs, wanted, got, strict=False):
+    names = {x.name for x in generated.graph.input}
+    actual = _run(generated.SerializeToString(), {n: a for n, a in feeds.items() if n in names})
+    for name, a, b in zip(outputs, expected, actual, strict=False):
         if not isinstance(a, np.ndarray) or a.dtype.kind not in "fiub":
             continue
         if a.shape != b.shape or a.dtype != b.dtype:
@@ -120,7 +120,7 @@ def _compare(path: Path, made: onnx.ModelProto) -> None:
         if np.isfinite(a).all() and not np.allclose(a, b, 1e-3, 1e-4 * scale):
             raise WrongError(f"{name}: {b.ravel()[:4]}, not {a.ravel()[:4]}")
         if (b == SECRET).any():
-            raise WrongError(f"{name} holds what lies outside")
+            raise WrongError(f"{name} contains data from outside the directory")
 
 
 def _run(model: bytes | str, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
@@ -151,7 +151,7 @@ _FILES: dict[Path, tuple[onnxtrain.Trainer, bytes, Path]] = {}
 
 
 def _files(traps: Traps) -> tuple[onnxtrain.Trainer, bytes, Path]:
-    """Return a trainer, the bytes of its checkpoint, and its directory; made once."""
+    """Return a trainer, the bytes of its checkpoint and its directory, cached."""
     if traps.inside not in _FILES:
         loss = [onnxtrain.losses.LossTerm("cross_entropy", output="scores")]
         artifacts = onnxtrain.build(classifier(), loss=loss, optimizer="adamw")
@@ -169,7 +169,7 @@ def _batch() -> dict[str, np.ndarray]:
     return {"x": np.ones((4, 6), np.float32), "labels": np.array([0, 1, 2, 0])}
 
 
-def _checkpoint_doors(seed: int, traps: Traps) -> Iterator[Door]:
+def _checkpoint_steps(seed: int, traps: Traps) -> Iterator[Step]:
     trainer, data, _ = _files(traps)
     path = traps.inside / "damaged.safetensors"
     path.write_bytes(damaged_checkpoint(seed, data))
@@ -181,21 +181,21 @@ def _checkpoint_doors(seed: int, traps: Traps) -> Iterator[Door]:
         except OnnxTrainError:
             same = all(np.array_equal(a, before[n]) for n, a in trainer.state_dict().items())
             if not same or trainer.progress() != progress:
-                raise WrongError("a checkpoint that was refused has changed something") from None
+                raise WrongError("a rejected checkpoint changed the trainer") from None
             raise
         if not np.isfinite(trainer.step(**_batch()).loss):
-            raise WrongError("a checkpoint that was taken gives no finite loss")
+            raise WrongError("an accepted checkpoint gives a loss that is not finite")
 
     yield "load_weights", lambda: trainer.load_weights(path)
     trainer.load(traps.inside / "whole.safetensors")
     yield "load", load
 
 
-def _directory_doors(seed: int, traps: Traps) -> Iterator[Door]:
-    _, _, whole = _files(traps)
+def _directory_steps(seed: int, traps: Traps) -> Iterator[Step]:
+    _, _, directory = _files(traps)
     folder = traps.inside / "damaged"
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(whole, folder)
+    shutil.copytree(directory, folder)
     linked = damage_directory(seed, folder, traps)
     traps.touched()
 
@@ -204,7 +204,7 @@ def _directory_doors(seed: int, traps: Traps) -> Iterator[Door]:
             try:
                 work()
             finally:
-                if linked:  # a person's own link is followed, to be compared with its digest
+                if linked:  # links are followed, to compare the file with its digest
                     traps.touched()
 
         return call
@@ -213,4 +213,4 @@ def _directory_doors(seed: int, traps: Traps) -> Iterator[Door]:
     yield "Trainer", opened(lambda: onnxtrain.Trainer(folder).step(**_batch()))
 
 
-__all__ = ["NUMBERS", "WrongError", "doors"]
+__all__ = ["COMPARE", "WrongError", "steps_of_case"]

@@ -1,4 +1,4 @@
-"""Files damaged at random: `load` opens them or says no, and does nothing else."""
+"""Randomly corrupted files: `load` succeeds or raises LoadError."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEEDS.append(small.nested_ifs(5).SerializeToString())
 
 
 @st.composite
-def damaged(draw: st.DrawFn) -> bytes:
+def corrupted(draw: st.DrawFn) -> bytes:
     data = bytearray(draw(st.sampled_from(SEEDS)))
     for _ in range(draw(st.integers(1, 4))):
         if not data:
@@ -40,8 +40,8 @@ def damaged(draw: st.DrawFn) -> bytes:
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(data=damaged())
-def test_damaged_files_load_or_are_refused(data: bytes, tmp_path: Path) -> None:
+@given(data=corrupted())
+def test_corrupted_files_load_or_raise(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "w.bin").write_bytes(bytes(12))
     path = tmp_path / "model.onnx"
     path.write_bytes(data)
@@ -52,7 +52,7 @@ def test_damaged_files_load_or_are_refused(data: bytes, tmp_path: Path) -> None:
         return
     finally:
         assert time.thread_time() - start < 3
-    # What was let in can be written and read again, and every weight can be looked at.
+    # A loaded model can be saved and loaded again, and all its weights can be read.
     for value in model.graph.initializers.values():
         assert value.const_value is not None
         assert value.const_value.numpy().size == value.const_value.size
@@ -62,6 +62,6 @@ def test_damaged_files_load_or_are_refused(data: bytes, tmp_path: Path) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=300))
-def test_random_bytes_are_refused(data: bytes) -> None:
+def test_random_bytes_raise(data: bytes) -> None:
     with pytest.raises(LoadError):
         load(data)

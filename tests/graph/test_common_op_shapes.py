@@ -1,4 +1,4 @@
-"""The quick shape formulas say what onnx's inference and the symbolic ones say, or nothing."""
+"""The formulas for common operators agree with onnx's and symbolic inference, or do not apply."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_other_types_are_left_to_onnx(kinds: tuple[str, str]) -> None:
     )
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_incompatible_shapes_raise() -> None:
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 21}, name="g")
     op = OpBuilder(graph)
     a, b = (op.input(n, ir.DataType.FLOAT, s) for n, s in (("a", [2, 3]), ("b", [2, 4])))

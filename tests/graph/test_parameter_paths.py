@@ -1,4 +1,4 @@
-"""Roles are told of tensors whose way is long, or comes back to them."""
+"""Parameter detection follows long and cyclic paths of values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _of(proto: onnx.ModelProto) -> dict[str, bool]:
     return {name: role.trains for name, role in classify_parameters(load(proto)).items()}
 
 
-def test_a_way_longer_than_the_stack():
+def test_path_longer_than_the_stack():
     count = 2 * sys.getrecursionlimit()
     chain = [node("Identity", f"w{i}", f"w{i + 1}") for i in range(count)]
     proto = model(
@@ -27,7 +27,7 @@ def test_a_way_longer_than_the_stack():
     assert _of(proto) == {"w0": True}
 
 
-def test_a_kernel_that_is_its_own_bias():
+def test_kernel_that_is_its_own_bias():
     proto = model(
         [node("Gemm", "x w w", "y")],
         {"x": [8, 8]},
@@ -37,7 +37,7 @@ def test_a_kernel_that_is_its_own_bias():
     assert _of(proto) == {"w": True}
 
 
-def test_two_kernels_that_are_the_biases_of_each_other():
+def test_two_kernels_that_are_each_other_s_biases():
     proto = model(
         [node("Gemm", "x a b", "h"), node("Gemm", "h b a", "y")],
         {"x": [8, 8]},
