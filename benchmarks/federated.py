@@ -220,11 +220,11 @@ def measure(write: Callable[[Path, Path], None], rounds: int, *, node: bool = Fa
         machines.flwr_run(
             folder / "project", folder / "home", folder / "run.log", 900, rounds=rounds
         )
-        told = re.search(r"finished in ([\d.]+)s", (folder / "run.log").read_text("utf-8"))
-        assert told is not None
+        finished = re.search(r"finished in ([\d.]+)s", (folder / "run.log").read_text("utf-8"))
+        assert finished is not None
         per = CLIENTS * rounds
         return {
-            "seconds": float(told[1]) / rounds,
+            "seconds": float(finished[1]) / rounds,
             "up": sum(r.up for r in relays) / per,
             "down": sum(r.down for r in relays) / per,
         }
@@ -245,8 +245,10 @@ CASES: dict[str, tuple[Callable[[Path, Path], None], bool]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--repeat", type=int, default=1, help="take the median of so many runs")
-    parser.add_argument("--out", type=Path, help="a JSON file for the numbers")
+    parser.add_argument(
+        "--repeat", type=int, default=1, help="number of runs; the median is reported"
+    )
+    parser.add_argument("--out", type=Path, help="JSON file to write the results to")
     asked = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
@@ -256,13 +258,13 @@ def main() -> None:
             runs[name].append(measure(write, asked.rounds, node=node))
             print(f"{turn + 1}/{asked.repeat} {name}", file=sys.stderr, flush=True)
     results = {
-        name: {key: float(np.median([run[key] for run in told])) for key in told[0]}
-        for name, told in runs.items()
+        name: {key: float(np.median([run[key] for run in repeats])) for key in repeats[0]}
+        for name, repeats in runs.items()
     }
     print("| | s per round | KB sent per client and round | KB received |\n|---|---|---|---|")
-    for name, told in results.items():
-        numbers = f"{told['seconds']:.1f} | {told['up'] / 1e3:.1f} | {told['down'] / 1e3:.1f}"
-        print(f"| {name} | {numbers} |")
+    for name, result in results.items():
+        cells = f"{result['seconds']:.1f} | {result['up'] / 1e3:.1f} | {result['down'] / 1e3:.1f}"
+        print(f"| {name} | {cells} |")
     if asked.out:
         asked.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 

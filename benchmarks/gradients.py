@@ -3,8 +3,8 @@
     python -m benchmarks.gradients            # prints the table
     python -m benchmarks.gradients --write    # docs/benchmarks.md
 
-Both give products of a cotangent with the Jacobian for every parameter and the input, as plain
-ONNX, and run on the same onnxruntime with one thread, in turns. There is no loss and no optimizer.
+Both compute vector-Jacobian products for every parameter and the input, as standard ONNX, and run
+on the same onnxruntime with one thread, in turns. Loss and optimizer are left out.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def axes_of(cells: list[Cell]) -> list[str]:
 
 
 def draw(cells: list[Cell], threads: int) -> None:
-    """Write one picture for each axis."""
+    """Write one plot per axis."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -121,14 +121,14 @@ def text(cells: list[Cell], skipped: list[str], facts: dict, threads: int) -> st
         shown = [report.milliseconds(cell.engines[n], "wall") for n in cell.engines]
         rows.append([find(cell.workload).title, *shown, said])
     head = ["net", *(f"{PEERS[n].title}, ms" for n in (OURS.name, REFERENCE.name)), "ratio"]
-    pictures = " ".join(f"![step time against {a}](images/growth_{a}.png)" for a in axes_of(cells))
+    plots = " ".join(f"![step time against {a}](images/growth_{a}.png)" for a in axes_of(cells))
     parts = [
         (
             f"{facts['date']}, commit {facts['commit']}: `python -m benchmarks.growth --write "
             f"--threads {threads}`, {facts['cores']} cores of {facts['cpu']}:"
         ),
         *page.busy(facts),
-        pictures,
+        plots,
         report.markdown(head, rows, left=1),
     ]
     if skipped:

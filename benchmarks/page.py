@@ -106,8 +106,8 @@ def _facts(machine: dict[str, Any], cells: list[Cell], clock: str) -> str:
 def busy(machine: dict[str, Any]) -> list[str]:
     """Return what other work was on the machine, with a warning if it was too much."""
     if not quiet.busy(machine):
-        return [f"- {quiet.told(machine)}"]
-    return [f"- **{quiet.told(machine)}: these ratios are not to be quoted**"]
+        return [f"- {quiet.summary(machine)}"]
+    return [f"- **{quiet.summary(machine)}: do not quote these ratios**"]
 
 
 def _numbers(values: list[float]) -> str:

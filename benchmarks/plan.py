@@ -41,7 +41,7 @@ def chosen(names: list[str] | None, known: list[str], what: str) -> list[str]:
     """Return what was asked for, all if nothing was.
 
     Raises:
-        SystemExit: if there is no such name.
+        SystemExit: if the name is unknown.
     """
     unknown = [n for n in names or () if n not in known]
     if unknown:

@@ -4,9 +4,9 @@
     python -m benchmarks.prepare mlp cnn
 
 The model is exported once by ``onnxtrain.torch.from_torch``. ``model.onnx`` keeps the batch
-symbolic, ``static.onnx`` has it fixed, ``opset17.onnx`` is the same for engines that know no newer
-operators; ``parameters.txt`` names what is trained, ``state.npz`` holds the module's weights under
-its own names, ``batch.npz`` the data. Made again when the nets change.
+symbolic, ``static.onnx`` has it fixed, ``opset17.onnx`` is the same for engines without newer
+operators. ``parameters.txt`` lists the trainable parameters, ``state.npz`` holds the module's
+weights under its own names, ``batch.npz`` the data. Regenerated when the nets change.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FORMAT = 2  # of the files made here
 
 
 def key(workload: Workload) -> str:
-    """Return what changes whenever the files of a workload have to be made again."""
+    """Return a cache key that changes whenever the files of a workload must be regenerated."""
     facts = (FORMAT, workload.name, workload.shape, workload.classes, workload.rows)
     digest = hashlib.sha256(repr(facts).encode())
     for path in sorted((ROOT / "benchmarks" / "workloads").glob("[!_]*.py")):

@@ -56,25 +56,26 @@ def begin(
 
 
 def busy(machine: dict[str, Any]) -> bool:
-    """Return whether other work was on the machine in a run."""
+    """Return whether other processes loaded the machine during a run."""
     return statistics.mean(machine["others"]) > MOST
 
 
 def refuse_busy(machine: dict[str, Any]) -> None:
-    """Stop before a page is written from a run beside other work.
+    """Refuse to write a page from a run on a loaded machine.
 
     Raises:
-        SystemExit: if there was such work.
+        SystemExit: if the machine was loaded.
     """
     if busy(machine):
         part = statistics.mean(machine["others"])
-        raise SystemExit(f"other work took {part:.0%} of the machine: the page stays as it is")
+        raise SystemExit(f"other processes took {part:.0%} of the machine: the page is not changed")
 
 
-def told(machine: dict[str, Any]) -> str:
-    """Return what others took, in words."""
+def summary(machine: dict[str, Any]) -> str:
+    """Return a sentence on the CPU load of other processes."""
     parts = machine["others"]
     average, most = statistics.mean(parts), max(parts)
     return (
-        f"other work took {average:.1%} of the machine, at most {most:.1%} ({len(parts)} samples)"
+        f"other processes took {average:.1%} of the machine, "
+        f"at most {most:.1%} ({len(parts)} samples)"
     )

@@ -81,7 +81,7 @@ def _against(cell: Cell, rival: str, clock: str) -> str:
 
 
 def milliseconds(timing: Timing, clock: str) -> str:
-    """Return the median with the spread, or why there is no time."""
+    """Return the median with the spread, or why the engine was not timed."""
     if timing.status != "timed":
         return timing.status
     s = verdicts.Spread.of([1000 * t for t in times(timing, clock)])

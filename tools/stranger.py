@@ -42,7 +42,7 @@ class Program:
 
 
 def programs(page: Path) -> list[Program]:
-    """Return what the page tells to run, with blocks of the same kind joined."""
+    """Return the programs of the page, with blocks of the same kind joined."""
     wanted = [b for b in blocks(str(page)) if not b.why or "make release-check" in b.why]
     named = [(_kind(b.kind, b.code), b.code) for b in wanted]
     return [

@@ -1,4 +1,4 @@
-"""Forms of parts of a step, alone, on a GPU: which one is fastest at which size.
+"""Time variants of the parts of a step on a GPU: which is fastest at which size.
 
     python -m benchmarks.cuda.forms                       # all; needs onnxruntime-gpu
     python -m benchmarks.cuda.forms weight --json forms.json
@@ -140,7 +140,7 @@ def conv_forms(kind: str) -> Iterator[tuple[str, dict[str, bytes]]]:
 
 
 def norm_forms() -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Give activations with the parts of a batch normalisation, in several spellings."""
+    """Yield variants of the parts of a batch normalization."""
     for n, c, s in ((64, 64, 56), (64, 256, 56), (64, 512, 28), (64, 2048, 7), (256, 32, 28)):
         yield (
             f"norm {n}x{c}x{s}x{s}",

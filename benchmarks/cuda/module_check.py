@@ -63,8 +63,8 @@ def compare(module: nn.Module, batches: list[tuple[Any, ...]], steps: bool = Tru
             optimizer.zero_grad()
             (y.float() ** 2).mean().backward()
             grads = [p.grad for p in m.parameters()]
-            slopes = [x.grad for x in inputs if x.requires_grad]
-            results.append([y, *slopes, *grads, *m.buffers()])
+            input_grads = [x.grad for x in inputs if x.requires_grad]
+            results.append([y, *input_grads, *grads, *m.buffers()])
             if steps:
                 optimizer.step()
         # Some gradients are zero but for rounding: of a bias before a norm, say.

@@ -3,8 +3,8 @@
     python -m benchmarks.cuda.prepare_real --make gpt2 nets bf16-mixed
     python -m benchmarks.cuda.prepare_real --compile gpt2 bf16-mixed
 
-Each of these is a process of its own, since both take a minute or more on one core. The first one
-exports, where there is no ONNX file yet, and builds.
+Each step runs in its own process, since both take a minute or more on one core. The first
+exports the ONNX file if it does not exist, and builds.
 """
 
 from __future__ import annotations

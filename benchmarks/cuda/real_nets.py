@@ -44,8 +44,8 @@ def words(rows: int, length: int, vocabulary: int, labels: int | None = None) ->
     return x, torch.randint(0, labels, (rows,), generator=g)
 
 
-def pictures(rows: int, size: int, classes: int = 1000) -> Any:
-    """Return random pictures and labels."""
+def images(rows: int, size: int, classes: int = 1000) -> Any:
+    """Return random images and labels."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(rows, 3, size, size, generator=g)
     return x, torch.randint(0, classes, (rows,), generator=g)
@@ -147,8 +147,8 @@ class UNet(nn.Module):
 
 
 def unet_batch(rows: int = 16, size: int = 64) -> Any:
-    """Return random pictures and a label for each position."""
-    x, _ = pictures(rows, size)
+    """Return random images and a label for each position."""
+    x, _ = images(rows, size)
     return x, torch.randint(0, 8, (rows * size * size,), generator=torch.Generator().manual_seed(0))
 
 
@@ -168,12 +168,12 @@ def listener_batch() -> Any:
 REAL = {
     "gpt2": Net("GPT-2 124M, 8x512", gpt2, lambda: words(8, 512, 50257)),
     "bert": Net("BERT-base, 32x128", bert, lambda: words(32, 128, 30522, 2)),
-    "vit": Net("ViT-B/16, 32", lambda: vision("vit_b_16"), lambda: pictures(32, 224)),
-    "resnet50": Net("ResNet-50, 64", lambda: vision("resnet50"), lambda: pictures(64, 224)),
+    "vit": Net("ViT-B/16, 32", lambda: vision("vit_b_16"), lambda: images(32, 224)),
+    "resnet50": Net("ResNet-50, 64", lambda: vision("resnet50"), lambda: images(64, 224)),
     "mobilenet": Net(
         "MobileNetV3-L, 64",
         lambda: vision("mobilenet_v3_large", dropout=0.0),
-        lambda: pictures(64, 224),
+        lambda: images(64, 224),
     ),
     "smollm2": Net("SmolLM2-135M shape, 4x512", smollm2, lambda: words(4, 512, 49152)),
     "unet": Net("U-Net, 16 x 64x64", UNet, unet_batch),

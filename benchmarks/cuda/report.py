@@ -1,7 +1,7 @@
-"""The figures of a GPU as a page, from what ``benchmarks/results`` has stored of runs.
+"""Write the page of GPU figures from the runs stored in ``benchmarks/results``.
 
-``python -m benchmarks.cuda.report`` writes the page anew. With files of a new run it stores these
-before: ``steps.json [kernels.txt]``, of real nets ``--real real.json``, and of files of the zoo
+``python -m benchmarks.cuda.report`` rewrites the page. Files of a new run are stored
+first: ``steps.json [kernels.txt]``, of real nets ``--real real.json``, and of files of the zoo
 ``--files files.json ...``, each with a part of them.
 """
 

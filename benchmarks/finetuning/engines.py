@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).parents[2]
-_SHOWN = 2000  # characters of what a process said last
+_SHOWN = 2000  # last characters of a process's stderr to show
 Answer = dict[str, float]
 
 
@@ -18,8 +18,8 @@ class EngineError(Exception):
     """A process ended without its answer; says which, how, and what it wrote last."""
 
     def __init__(self, name: str, code: int | None, words: str) -> None:
-        told = words.strip()[-_SHOWN:] or "it wrote nothing to standard error"
-        super().__init__(f"{name} died with exit code {code}\n{told}")
+        stderr = words.strip()[-_SHOWN:] or "it wrote nothing to standard error"
+        super().__init__(f"{name} died with exit code {code}\n{stderr}")
 
 
 class Engine:

@@ -26,15 +26,18 @@ def serve(step: Callable[[], float], device_memory: Callable[[], float] | None =
 
 
 def device_memory() -> Callable[[], float]:
-    """Return what tells the MB that a device holds more than it does now; run alone there."""
+    """Return a function that reports the device memory allocated since this call, in MB.
+
+    Other processes on the device are counted as well.
+    """
     before = _held()
     return lambda: _held() - before
 
 
 def _held() -> float:
-    asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    told = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
-    return float(told.split()[0])
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return float(output.split()[0])
 
 
 def peak() -> float:

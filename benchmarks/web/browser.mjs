@@ -42,7 +42,7 @@ export async function start() {
 /** How long a page may take to get ready or to train, in ms. */
 const LIMIT = 300_000;
 /** Errors that a page's console showed. */
-const told = new WeakMap();
+const pageErrors = new WeakMap();
 
 /** Opens a page in which one system is ready to train. */
 export async function open(browser, address, system, settings) {
@@ -71,7 +71,7 @@ export async function open(browser, address, system, settings) {
     await page.close();
     throw new Error([error.message.split("\n")[0], ...complaints].join("; "));
   }
-  told.set(page, complaints);
+  pageErrors.set(page, complaints);
   return page;
 }
 
@@ -85,7 +85,7 @@ export async function train(page, steps, limit = LIMIT) {
     const ms = (performance.now() - began) / ${steps};
     return { losses, ms, dispatches: (globalThis.dispatches - before) / ${steps}, wanted: globalThis.wanted };
   })()`)).catch((error) => {
-    throw new Error([error.message.split("\n")[0], ...(told.get(page) ?? [])].join("; "));
+    throw new Error([error.message.split("\n")[0], ...(pageErrors.get(page) ?? [])].join("; "));
   });
   return { ...trained, cpu: (1000 * ((await threadSeconds(page)) - busy)) / steps };
 }

@@ -50,8 +50,8 @@ async function inPage(task, settings) {
     const found = await page.evaluate(`(${task})(${JSON.stringify(settings)})`);
     const { processInfo } = await (await browser.newBrowserCDPSession()).send("SystemInfo.getProcessInfo");
     const sizes = processInfo.filter((p) => p.type === "renderer").map(({ id }) => {
-      const told = readFileSync(`/proc/${id}/status`, "utf8");
-      return Number(/VmHWM:\s+(\d+)/.exec(told)?.[1] ?? 0) * 1024e-6;
+      const status = readFileSync(`/proc/${id}/status`, "utf8");
+      return Number(/VmHWM:\s+(\d+)/.exec(status)?.[1] ?? 0) * 1024e-6;
     });
     return { found, memory: Math.max(...sizes), browser: browser.version() };
   } finally {
@@ -79,7 +79,7 @@ async function decoder({ threads, rows }) {
   let tokens = 0;
   for await (const _ of text.generate(trainer, rows[0][0].slice(0, 16), { maxTokens: 4 })) tokens++;
   const token = (performance.now() - start) / 1000 / tokens;
-  losses.push((await trainer.step(text.tokenBatch([rows[0][0]], trainer.inputs))).loss); // and training goes on
+  losses.push((await trainer.step(text.tokenBatch([rows[0][0]], trainer.inputs))).loss); // and training continues
   const plan = onnxtrain.planMemory(trainer.manifest, { batch_size: 1, sequence_length: rows[0][0].length });
   await trainer.dispose();
   return { ready, losses, times, frames: seen, token, plan };

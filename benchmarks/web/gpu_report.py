@@ -11,8 +11,8 @@ MODELS = {"mlp": "MLP", "cnn": "CNN", "transformer": "transformer"}
 NONE = f"""\
 {TITLE}
 
-There are no results of a real GPU yet. `node benchmarks/web/gpu/run.mjs` makes them from Node,
-without a browser, where there is one (`benchmarks/web/gpu/README.md`).
+No results of a real GPU are stored yet. `node benchmarks/web/gpu/run.mjs` measures them from Node,
+without a browser, on a machine with a GPU (`benchmarks/web/gpu/README.md`).
 """
 HEAD = f"""\
 {TITLE}
@@ -49,7 +49,7 @@ This is a GPU in software: the figures say that everything runs and is right, no
 
 
 def section(path: Path) -> str:
-    """Return the text of the section, or a sentence where there are no results."""
+    """Return the text of the section, or a sentence without results."""
     if not path.exists():
         return NONE
     results = json.loads(path.read_text())

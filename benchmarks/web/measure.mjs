@@ -1,11 +1,11 @@
 /** Times the systems of one group: a model, an optimizer, a device. */
 const TOLERANCE = 2e-3;
-/** A loss is compared for at most so many batches, and no longer than so many ms; never for less than two. */
+/** Losses are compared for at most this many batches and this many ms, but for at least two batches. */
 const CHECKED = 16;
 const CHECK_MS = 8000;
 /** What a system trains in one round takes about this long, in ms, and never less than one call. */
 const ROUND_MS = 150;
-/** A system whose round takes longer than this, in ms, is timed in so many rounds only. */
+/** A system whose round takes longer than this, in ms, is timed in only this many rounds. */
 const LONG_MS = 4000;
 const LONG_ROUNDS = 2;
 

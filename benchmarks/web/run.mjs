@@ -5,8 +5,8 @@
  *
  * Every system first trains on batches whose losses are known; one that computes something else
  * is reported as wrong and not timed. Times of a round are compared with our time of the same round.
- * OUT.json is written after each round; `--resume` goes on where a run stopped. A machine that does
- * something else is waited for and then refused, unless `--any-load` is given.
+ * OUT.json is written after each round; `--resume` continues a stopped run. A run waits for a busy
+ * machine and then refuses it, unless `--any-load` is given.
  */
 import { existsSync, readFileSync } from "node:fs";
 import { cpus, loadavg } from "node:os";
@@ -73,6 +73,6 @@ keep();
 await browser.close();
 server.close();
 if (late) {
-  console.error("the machine does something else: nothing more was timed\nhint: --resume goes on later, --any-load does not ask");
+  console.error("other processes load the machine: nothing more was timed\nhint: continue later with --resume, or pass --any-load");
   process.exitCode = 3;
 }

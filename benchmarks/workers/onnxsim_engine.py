@@ -22,7 +22,7 @@ OPSET = 17  # of its step graphs
 
 
 def tuned_options(threads: int) -> None:
-    """Make every session from now on have so many threads and flush denormals."""
+    """Set the number of threads and flush denormals in every later session."""
     plain = onnxruntime.SessionOptions
 
     def options() -> Any:

@@ -134,7 +134,7 @@ class Session:
 
 
 def serve(engine: Engine) -> None:
-    """Answer requests until told to stop."""
+    """Answer requests until one asks to stop."""
     # Libraries print to descriptor 1: answers go to a copy of it, and it becomes that of errors.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

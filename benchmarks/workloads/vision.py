@@ -78,7 +78,7 @@ class ResNet18(nn.Module):
 
 
 class Inverted(nn.Module):
-    """Widen, convolve each channel by itself, narrow."""
+    """Inverted residual block: expand, depthwise convolution, project."""
 
     def __init__(self, channels: int, out: int, stride: int, widen: int) -> None:
         super().__init__()

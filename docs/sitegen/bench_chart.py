@@ -10,7 +10,7 @@ from sitegen.svg import INK, svg_image
 PAGE = DOCS / "benchmarks.md"
 BAR, LEFT, WIDE, MOST = 13, 330, 420, 1.75
 FILLS = ["#2563eb", "#16a34a", "#ea580c", "#9333ea"]
-WARNING = "these ratios are not to be quoted"
+WARNING = "do not quote these ratios"
 BEGIN, END = "<!-- glance -->", "<!-- end of glance -->"
 
 
@@ -47,7 +47,7 @@ def glance(text: str) -> str:
             rows.append(f"| {net} | {optimizer} | {ours} | {engine} | {numbers[engine]:.2f} |")
     quoted = "Below 1 ours is faster; one thread. "
     if WARNING in text:
-        quoted += "**Other work was on the machine in this run: not to be quoted.** "
+        quoted += "**Other processes loaded the machine in this run: do not quote.** "
     return (
         "![time of a step, ours over theirs](images/benchmarks-cpu.svg)\n\n"
         + quoted
@@ -100,7 +100,7 @@ def chart() -> str:
     title = "Time of a step, ours / theirs, one thread: below 1 ours is faster"
     head = [_words(16, 22, title, 13)]
     if WARNING in text:
-        head.append(_words(16, y + 12, "Other work was on the machine: not to be quoted.", 12))
+        head.append(_words(16, y + 12, "Other processes loaded the machine: do not quote.", 12))
     return svg_image(LEFT + WIDE + 70, y + 24, [*head, *parts, line], title)
 
 

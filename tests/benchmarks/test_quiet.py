@@ -46,7 +46,7 @@ def test_a_quiet_run_is_written_and_stored(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report(tmp_path, monkeypatch, 0.02, 0.05)
-    assert "other work took 3.5% of the machine" in target.read_text()
+    assert "other processes took 3.5% of the machine" in target.read_text()
     stored = json.loads((tmp_path / "results" / "cpu.json").read_text())
     assert page.generated(stored) in target.read_text()
 
@@ -54,7 +54,7 @@ def test_a_quiet_run_is_written_and_stored(
 def test_a_busy_run_leaves_the_page_as_it_is(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SystemExit, match="other work took 30% of the machine"):
+    with pytest.raises(SystemExit, match="other processes took 30% of the machine"):
         report(tmp_path, monkeypatch, 0.1, 0.5)
     assert "\nold\n" in target.read_text()
     assert not (tmp_path / "results").exists()

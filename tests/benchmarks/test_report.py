@@ -136,10 +136,10 @@ def test_the_whole_page() -> None:
     assert "0 of 1 targets with a time on both sides are met; missed: mlp sgd 1t / torch." in text
     assert "MatMul 1.00 ms (50%)" in text
     assert "- onnxsim loop, refused: why (mlp sgd 1t)" in text
-    assert "not to be quoted" not in text
-    assert "other work took 2.0% of the machine, at most 3.0% (2 samples)" in text
+    assert "do not quote" not in text
+    assert "other processes took 2.0% of the machine, at most 3.0% (2 samples)" in text
     machine["others"] = [0.01, 0.4]
-    assert "these ratios are not to be quoted" in page.generated(results)
+    assert "these ratios are do not quote" in page.generated(results)
 
 
 def test_compile_without_a_target_runs_with_sgd_only() -> None:

@@ -58,7 +58,7 @@ def test_a_system_that_fails_is_shown_with_its_error() -> None:
 
 def test_a_real_gpu_gets_a_section_when_there_are_results(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    assert "There are no results of a real GPU yet" in gpu_report.section(path)
+    assert "No results of a real GPU are stored yet" in gpu_report.section(path)
     groups = [group("mlp", "adamw", "webgpu", {"name": "other", "failed": "no device"})]
     facts = {"node": "v1", "dawn": "2", "adapter": "a GPU", "software": False, "groups": groups}
     path.write_text(json.dumps({**RESULTS, **facts}))
@@ -99,10 +99,10 @@ def test_a_slow_system_is_compared_in_the_rounds_that_it_has() -> None:
       summarize({{ rows }});
       console.log(JSON.stringify(rows));
     """
-    told = subprocess.run(
+    done = subprocess.run(
         ["node", "--input-type=module", "-e", program], capture_output=True, text=True, check=True
     )
-    ours, slow, none = json.loads(told.stdout)
+    ours, slow, none = json.loads(done.stdout)
     assert (ours["ratio"], ours["ms"], ours["rounds"]) == (1, 4, 3)
     assert (slow["ratio"], slow["low"], slow["bestRatio"], slow["rounds"]) == (15, 10, 10, 2)
     assert "ratio" not in none

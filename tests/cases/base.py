@@ -1,7 +1,7 @@
-"""The op-case table: what a case is, how its inputs are drawn, and the ONNX model it stands for.
+"""The op-case table: the definition of a case, how its inputs are drawn, and its ONNX model.
 
 To test a gradient rule, add two lines to ``CASES`` in ``tests/cases/<family>.py`` (a new file is
-found by itself): the plain case and the awkward one (broadcast, negative axis, omitted input)::
+found automatically): the plain case and the awkward one (broadcast, negative axis, omitted input)::
 
     OpCase("Erf", (f(2, 3),), torch=torch.erf),
     OpCase("Elu", (f(4, 5),), {"alpha": 0.5}, torch=lambda x: F.elu(x, 0.5), id="alpha"),

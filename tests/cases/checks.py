@@ -120,7 +120,7 @@ def _wide(case: OpCase) -> bool:
     return case.forward in ("reference", "vjp")
 
 
-def _slope(
+def _directional_derivative(
     function: Callable[[float], float],
     steps: tuple[float, float],
     stable: float,
@@ -171,7 +171,7 @@ def finite(case: OpCase, purpose: str = "direction") -> None:
     size = _size(gradients, directions)
     exact = case.forward != "onnxruntime"
     steps, stable = ((1e-4, 1e-5), 1e-4) if exact else ((2e-2, 1e-2), 3e-2)
-    expected = _slope(along, steps, stable, size, case.name)
+    expected = _directional_derivative(along, steps, stable, size, case.name)
     ours = _dot([g.astype(np.float64) for g in gradients], directions)
     tol = 1e-6 if _wide(case) else 10 * case.tol if exact else 3e-2
     assert abs(ours - expected) <= tol * max(abs(expected), size), (
@@ -187,18 +187,18 @@ def oracle(case: OpCase) -> None:
     torch = oracle_of(case)
     if torch is not None:
         values = torch.forward(feeds(case))
-        told = [i for i, y in enumerate(values) if y is not None]
-        assert told, f"{case.name}: the oracle gives no output"
+        known = [i for i, y in enumerate(values) if y is not None]
+        assert known, f"{case.name}: the oracle gives no output"
         assert_close(
-            [ours[i] for i in told],
-            [values[i] for i in told],  # type: ignore[misc]
-            [f"output {i}" for i in told],
+            [ours[i] for i in known],
+            [values[i] for i in known],  # type: ignore[misc]
+            [f"output {i}" for i in known],
             case.tol,
             case.name,
         )
-        compared = {i: c for i, c in cotangents(case).items() if i in told}
-        if len(compared) < len(cotangents(case)):  # leave the untold outputs out of ours, too
-            silent = [c if i in told else 0 * c for i, c in cotangents(case).items()]
+        compared = {i: c for i, c in cotangents(case).items() if i in known}
+        if len(compared) < len(cotangents(case)):  # ignore the unknown outputs in ours as well
+            silent = [c if i in known else 0 * c for i, c in cotangents(case).items()]
             ours = on_stock(case, "vjp")([*feeds(case), *silent])
         theirs = torch.backward(feeds(case), compared)
         assert_close(ours[built.split :], theirs, names, case.tol, case.name)
@@ -258,7 +258,7 @@ def second(case: OpCase) -> None:
 
     size = _size(ours, directions)
     steps, stable, tol = ((1e-4, 1e-5), 1e-4, 1e-6) if _wide(case) else ((2e-2, 1e-2), 3e-2, 3e-2)
-    expected = _slope(along, steps, stable, size, case.name)
+    expected = _directional_derivative(along, steps, stable, size, case.name)
     actual = _dot([g.astype(np.float64) for g in ours], directions)
     assert abs(actual - expected) <= tol * max(abs(expected), size), (
         f"{case.name}: second gradient along a direction is {actual:.8g}, difference {expected:.8g}"

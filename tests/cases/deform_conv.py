@@ -12,7 +12,7 @@ from tests.cases.base import Draw, OpCase, f, positive
 
 
 def _offsets(*shape: int) -> Draw:
-    """Offsets that keep every position away from whole numbers, where the slope jumps."""
+    """Offsets that keep every position away from integers, where the derivative jumps."""
 
     def make(rng: np.random.Generator) -> np.ndarray:
         whole = rng.integers(-2, 3, shape)

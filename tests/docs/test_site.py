@@ -79,5 +79,5 @@ def test_ratios_of_a_page() -> None:
     assert values == {"MLP, sgd": {"a": 0.51}, "CNN, adamw": {"a": 0.8, "b": 1.2}}
     text = bench_chart.glance(TABLE)
     assert "| CNN | adamw | 2.0 | b | 1.20 |" in text
-    assert "not to be quoted" not in text
-    assert "not to be quoted" in bench_chart.glance(TABLE + bench_chart.WARNING)
+    assert "do not quote" not in text
+    assert "do not quote" in bench_chart.glance(TABLE + bench_chart.WARNING)

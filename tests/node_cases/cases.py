@@ -60,7 +60,7 @@ class Case:
         return sum(array.size for array in self.inputs.values())
 
     def proto(self) -> onnx.ModelProto:
-        """The model, parsed anew."""
+        """The model, as a fresh copy."""
         return onnx.ModelProto.FromString(self.model)
 
 
@@ -202,7 +202,7 @@ def _randomness(model: onnx.ModelProto, inputs: dict) -> str:
 
 
 def _discrete(model: onnx.ModelProto) -> dict[str, str]:
-    """Float inputs in which the model is no function that could have a derivative."""
+    """Float inputs with respect to which the model is not differentiable."""
     ratios = (n.input[1] for n in model.graph.node if n.op_type == "Dropout" and len(n.input) > 2)
     return dict.fromkeys(ratios, "random: the ratio of Dropout decides what is dropped")
 

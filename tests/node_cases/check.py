@@ -67,7 +67,7 @@ def _within_time(case: Case) -> Verdict:
 
 @np.errstate(all="ignore")
 def check(case: Case) -> Verdict:
-    """The verdict on one case by itself."""
+    """Return the verdict on one case."""
     try:
         truth = differences(case)
     except UnstableError as error:

@@ -1,6 +1,6 @@
-"""Directional derivatives of a case by central differences, or the reason why there is none.
+"""Directional derivatives of a case by central differences, or the reason why it has none.
 
-For each float input by itself: <u, (f(x + h v) - f(x - h v)) / 2h>. v is drawn from the case's
+For each float input separately: <u, (f(x + h v) - f(x - h v)) / 2h>. v is drawn from the case's
 name; u as well, but with the signs of the differences, so that no terms cancel and a small error
 of the gradient shows. It counts as stable when halving the step changes nothing and both one-sided
 differences agree (a kink is symmetric, so central differences alone would not see it). A point on
@@ -239,14 +239,16 @@ def _derivative(terms, drawn: dict[str, np.ndarray], step: float, tol: float) ->
     cotangents: list[np.ndarray] = []
     for h in (step, step / 2):
         up, down = terms(h), terms(-h)
-        slopes = [(a - b) / (2 * h) for a, b in zip(up, down, strict=True)]
+        derivatives = [(a - b) / (2 * h) for a, b in zip(up, down, strict=True)]
         cotangents = cotangents or [
             np.where(s == 0, u, np.abs(u) * np.sign(s))
-            for u, s in zip(drawn.values(), slopes, strict=True)
+            for u, s in zip(drawn.values(), derivatives, strict=True)
         ]
-        values.append(sum(float(np.sum(u * s)) for u, s in zip(cotangents, slopes, strict=True)))
+        values.append(
+            sum(float(np.sum(u * s)) for u, s in zip(cotangents, derivatives, strict=True))
+        )
         sizes.append(
-            sum(float(np.sum(np.abs(u * s))) for u, s in zip(cotangents, slopes, strict=True))
+            sum(float(np.sum(np.abs(u * s))) for u, s in zip(cotangents, derivatives, strict=True))
         )
         bends.append(
             sum(

@@ -15,7 +15,7 @@ def load_exceptions() -> dict[str, str]:
 
 
 def save_exceptions(verdicts: Iterable[Verdict]) -> None:
-    """Writes the list anew; reasons already there are kept."""
+    """Rewrite the list; existing reasons stay."""
     known = load_exceptions() if PATH.exists() else {}
     listed = {
         v.name: known.get(v.name, f"{v.outcome}: {v.reason}")

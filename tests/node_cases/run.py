@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="print skipped cases as well")
     parser.add_argument("--write", action="store_true", help="write docs/ops.md")
     parser.add_argument(
-        "--write-exceptions", action="store_true", help="make the exception list anew"
+        "--write-exceptions", action="store_true", help="rewrite the exception list"
     )
     chosen = parser.parse_args(arguments)
     _quiet()

@@ -1,4 +1,4 @@
-"""What ``plan`` predicts, against what a run takes, and what it tells about a budget."""
+"""Predictions of ``plan`` against measured runs, and its answers about a budget."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Judge files that others made: ``python -m tests.wild [--only PATTERN] [--again] [--write]``.
 
-Each file has a process of its own with a limit of time. Results are kept in ``.cache/wild``, or
-where ``ONNXTRAIN_WILD`` says. What was judged with the present code is not judged again, so a run
-that was stopped goes on where it was; ``--again`` judges all of it.
+Each file runs in its own process with a time limit. Results are stored in ``.cache/wild``, or
+where ``ONNXTRAIN_WILD`` says. Files already checked with the present code are skipped, so a stopped
+run resumes; ``--again`` checks all files.
 """
 
 from __future__ import annotations

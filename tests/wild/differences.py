@@ -13,21 +13,21 @@ from tests.wild.double import Double, widened, written_out
 from tests.wild.original import Original, mean_square
 
 STEPS = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4, 3e-5, 1e-5)
-"""Sizes of steps in units of the weights' own size."""
+"""Step sizes relative to the norm of the weights."""
 COARSE = (1e-1, 3e-2, 1e-2)
-"""The same in float16, where smaller ones are lost in rounding."""
+"""The same in float16, where smaller steps are lost in rounding."""
 FINE = (1e-4, 3e-5, 1e-5, 3e-6, 1e-6)
 """Steps in float64: kinks are hardly met. The reference computes some operators in float32."""
 ELSEWHERE = 1e-2
 """The step, along all weights, after which the float64 file still has to compute the same."""
 FEWEST, SECONDS = 4, 12.0
-"""So many tensors are tried one by one, and more of them in so many seconds of the processor."""
+"""Tensors to check one by one: at least this many, more within this many seconds of CPU time."""
 SAME, SAME_FLOAT16 = 1e-3, 1e-2
-"""How near a file in float64 has to come to the runtime, beside its largest output."""
+"""Tolerance between a file in float64 and the runtime, relative to its largest output."""
 AGAIN = 60.0
-"""Seconds of the processor for a closer look at what disagrees."""
+"""Seconds of CPU time for a closer check of what disagrees."""
 WEAK = 0.01
-"""The error of a tensor counts beside its own slope, or beside this share of the steepest."""
+"""The error of a tensor is relative to its gradient norm, or to this fraction of the largest."""
 
 
 class Differences:
@@ -40,7 +40,7 @@ class Differences:
         self.checked, self.closer = 0, ""
 
     def error(self, gradients: Mapping[str, np.ndarray], limit: float) -> float | None:
-        """Return the largest disagreement, along all weights and along each by itself.
+        """Return the largest disagreement, along all weights together and along each separately.
 
         Where a run takes long, only some are tried by themselves. What disagrees by more than
         ``limit`` is looked at again, in float64 where the file has only standard operators.

@@ -78,7 +78,7 @@ def tensor(name: str, array: Any) -> onnx.TensorProto:
 
 
 def node(op: str, inputs: str, outputs: str, domain: str = "", **attributes: Any) -> onnx.NodeProto:
-    """A node; names are separated by blanks, ``-`` stands for one that is left out."""
+    """Return a node; names are separated by blanks, ``-`` is an omitted input."""
     names = [("" if n == "-" else n) for n in inputs.split()]
     made = onnx.NodeProto(op_type=op, domain=domain, input=names, output=outputs.split())
     made.name = f"the_{made.output[0]}"

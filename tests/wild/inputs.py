@@ -128,7 +128,7 @@ def integers(name: str, dims: list[int], rng: np.random.Generator, sizes: Sizes)
 
 
 def dimension(d: Any, axis: int, sizes: Sizes) -> int:
-    """Return a size for a dimension: fixed, told by its name, or the one to try."""
+    """Return a size for a dimension: fixed, inferred from its name, or the one to try."""
     if isinstance(d, int) and d > 0:
         return d
     word = str(d or "").lower()

@@ -28,7 +28,7 @@ SMOOTH = ("mobius/", "genai/")
 HINT = "straight_through=True"
 """What a refusal advises for files that round their activations; the advice is followed."""
 KINKS = frozenset({"Relu", "LeakyRelu", "PRelu", "Abs", "MaxPool", "HardSigmoid", "HardSwish"})
-"""Operators that bend sharply: differences across a kink are no slope."""
+"""Operators with kinks: a difference across a kink is not a derivative."""
 
 
 @dataclasses.dataclass

@@ -39,9 +39,9 @@ class Original:
         return {n: ir.serde.deserialize_tensor(tensors[n]).numpy() for n in names if n in tensors}
 
     def adjustable(self, names: list[str]) -> Any:
-        """Return a session of the same file whose weights may be given as inputs.
+        """Return a session of the same file whose weights can be passed as inputs.
 
-        Kernels that round activations to 8 bits have steps, not slopes: they are told not to.
+        Kernels that round activations to 8 bits are stepwise: the session disables that rounding.
         """
         model = onnx.ModelProto()
         model.CopyFrom(self.proto)

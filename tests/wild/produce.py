@@ -1,8 +1,8 @@
 """Make the files: producers in environments of their own, and packages that ship models.
 
-``python -m tests.wild.produce`` is what ``make wild`` runs first. It needs the network. What it
-makes is below ``.cache/wild``, or where ``ONNXTRAIN_WILD`` says, and is not made again while it is
-there. What fails is named at the end, and the next run tries it again.
+``python -m tests.wild.produce`` is what ``make wild`` runs first. It needs the network. The
+files go to ``.cache/wild``, or to ``ONNXTRAIN_WILD``; existing files are not regenerated.
+Failures are listed at the end, and the next run retries them.
 ``python -m tests.wild.produce sklearn genai:llama,phi magika`` makes some of it only.
 """
 

@@ -1,7 +1,7 @@
-"""What a row is of: the file, the code that trained it and the code that judged it.
+"""Stamps of a row: the file, the code that trained it and the code that checked it.
 
-A row with the stamp of the present ones need not be made again: a run that was stopped goes on
-where it was. What failed is judged again in any case.
+A row with current stamps is not recomputed, so a stopped run resumes. Failures are always checked
+again.
 """
 
 from __future__ import annotations

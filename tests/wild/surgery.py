@@ -19,9 +19,9 @@ QUANTISED = "MatMulNBits"
 
 
 def with_adapters(path: Path, folder: Path) -> Path | None:
-    """Write a copy in which each quantised product has a float adapter of low rank beside it.
+    """Write a copy in which each quantized matmul has a float adapter of low rank beside it.
 
-    ``y = x W`` becomes ``y = x W + x A B``. Return ``None`` if there is no such product.
+    ``y = x W`` becomes ``y = x W + x A B``. Return ``None`` without a quantized matmul.
     """
     model = onnx.load(path)
     graph, rng = model.graph, np.random.default_rng(6)
@@ -58,7 +58,7 @@ def with_adapters(path: Path, folder: Path) -> Path | None:
 def before_saturation(path: Path, name: str, folder: Path) -> tuple[Path, str] | None:
     """Write a copy with one more output: what goes into the sigmoid or softmax of output ``name``.
 
-    Numbers near 0 and 1 have slopes that float32 cannot tell from rounding.
+    Near 0 and 1, float32 cannot resolve the derivative.
     """
     model = onnx.load(path)
     made = {y: node for node in model.graph.node for y in node.output}

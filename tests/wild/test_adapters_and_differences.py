@@ -63,8 +63,8 @@ def test_fused_operators_are_judged_in_float64_too(factor: float, tmp_path: Path
     h = x @ original.weights(["w"])["w"].astype(np.float64)
     c = np.sqrt(2 / np.pi)
     t = np.tanh(c * (h + 0.044715 * h**3))
-    slope = 0.5 * (1 + t) + 0.5 * h * (1 - t**2) * c * (1 + 3 * 0.044715 * h**2)
-    dh = 2 * (0.5 * h * (1 + t) - target) / h.size * slope
+    gelu_grad = 0.5 * (1 + t) + 0.5 * h * (1 - t**2) * c * (1 + 3 * 0.044715 * h**2)
+    dh = 2 * (0.5 * h * (1 + t) - target) / h.size * gelu_grad
     gradient = (x.T @ dh * factor).astype(np.float32)
     differences = Differences(original, {"x": x}, "y", target)
     error = differences.error({"w": gradient}, 0.0)

@@ -70,8 +70,8 @@ def test_a_fused_encoder_takes_lengths_from_its_own_embedding() -> None:
             )
             run = onnxruntime.InferenceSession(moved.SerializeToString()).run(["y"], feeds)[0]
             values.append(float((np.asarray(run, np.float64) * dy).sum()))
-        slope = (values[0] - values[1]) / 0.006
-        assert slope == pytest.approx(float((gradient * way).sum()), rel=2e-3)
+        derivative = (values[0] - values[1]) / 0.006
+        assert derivative == pytest.approx(float((gradient * way).sum()), rel=2e-3)
 
 
 @pytest.mark.parametrize("domain", ["com.microsoft.nchwc", "com.acme"])

@@ -1,4 +1,4 @@
-"""Weights that are no initializers of the graph are found, trained and exported."""
+"""Weights that are not initializers of the graph are detected, trained and exported."""
 
 from __future__ import annotations
 
@@ -147,8 +147,8 @@ def test_the_gradient_is_that_of_the_file(place: str):
         return float((out.astype(np.float64) * cotangent).sum())
 
     step = 1e-3 / max(1.0, square**0.5)
-    slope = (value(step) - value(-step)) / (2 * step)
-    assert slope == pytest.approx(square, rel=1e-2)
+    derivative = (value(step) - value(-step)) / (2 * step)
+    assert derivative == pytest.approx(square, rel=1e-2)
 
 
 LABEL = {"label": INT64}

@@ -80,9 +80,9 @@ def test_what_is_named_is_trained():
     artifacts = build(layer_norm_by_hand(), loss="mse", optimizer="sgd", train=["w", "half"])
     assert trained(artifacts) == {"w", "half"}
     everything = build(layer_norm_by_hand(), loss="mse", optimizer="sgd", train="*")
-    assert trained(everything) == {"w", "b", "gamma", "beta"}, "a pattern stands for weights"
+    assert trained(everything) == {"w", "b", "gamma", "beta"}, "a pattern matches weights"
     numbers = build(layer_norm_by_hand(), loss="mse", optimizer="sgd", train="hal*")
-    assert trained(numbers) == {"half"}, "unless it fits no weight"
+    assert trained(numbers) == {"half"}, "unless it matches no weight"
 
 
 def test_a_constant_node_can_be_named():
@@ -358,10 +358,10 @@ def test_weights_without_a_path_to_an_output_are_told():
         build(proto, loss="mse", optimizer="sgd")
 
 
-@pytest.mark.parametrize("spelling", ["Reciprocal", "Div"])
-def test_a_logistic_function_that_is_written_out_does_not_overflow(spelling: str):
-    """The slope of ``1 / (1 + exp(-h))`` is zero where the exponential is infinite, not NaN."""
-    last = node("Reciprocal", "d", "y") if spelling == "Reciprocal" else node("Div", "one d", "y")
+@pytest.mark.parametrize("variant", ["Reciprocal", "Div"])
+def test_a_logistic_function_that_is_written_out_does_not_overflow(variant: str):
+    """The derivative of ``1 / (1 + exp(-h))`` is zero, not NaN, where exp is infinite."""
+    last = node("Reciprocal", "d", "y") if variant == "Reciprocal" else node("Div", "one d", "y")
     nodes = [
         node("MatMul", "x w", "h"),
         node("Mul", "h minus", "n"),

@@ -1,4 +1,4 @@
-"""A run that was stopped goes on where it was, and the page says what it is of."""
+"""A stopped run resumes, and the page names its files and versions."""
 
 from __future__ import annotations
 

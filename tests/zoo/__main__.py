@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _guarded(entry, mode: str) -> Result:
-    """The result; an unexpected exception is a failure with its message, the run goes on."""
+    """Return the result; an unexpected exception becomes a failure with its message."""
     try:
         return check(entry, mode)
     except Exception as error:

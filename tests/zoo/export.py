@@ -44,7 +44,7 @@ class Exported:
 
 
 class ExportError(RuntimeError):
-    """The exporter gave a model that cannot stand for the module."""
+    """The exported model does not represent the module."""
 
 
 def recipe_for(entry: ZooModel, mode: str) -> Recipe:

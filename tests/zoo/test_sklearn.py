@@ -37,7 +37,7 @@ CASES = {
     "scaled-logistic": (
         make_pipeline(StandardScaler(), LogisticRegression()),
         _iris,
-        {"coef", "intercept"},  # the scaling of features is no weight
+        {"coef", "intercept"},  # the scaling of features is not a weight
     ),
     "mlp-classifier": (
         MLPClassifier(hidden_layer_sizes=(8,), max_iter=20, random_state=0),
@@ -87,12 +87,12 @@ def _differences(gradient: onnx.ModelProto, feeds: dict, name: str, step: float 
     def loss(value: np.ndarray) -> float:
         return float((evaluate_double(gradient, {**feeds, name: value})[0] * cotangent).sum())
 
-    slopes = np.zeros_like(feeds[name])
-    for index in np.ndindex(slopes.shape):
-        move = np.zeros_like(slopes)
+    derivatives = np.zeros_like(feeds[name])
+    for index in np.ndindex(derivatives.shape):
+        move = np.zeros_like(derivatives)
         move[index] = step
-        slopes[index] = (loss(feeds[name] + move) - loss(feeds[name] - move)) / (2 * step)
-    return slopes
+        derivatives[index] = (loss(feeds[name] + move) - loss(feeds[name] - move)) / (2 * step)
+    return derivatives
 
 
 @pytest.mark.parametrize("case", list(CASES))

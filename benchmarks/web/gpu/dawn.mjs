@@ -48,7 +48,7 @@ function countDispatches() {
 /** Gives the name of the GPU, and whether it is one in software; throws where there is none. */
 export async function openGpu() {
   const adapter = await gpu.requestAdapter();
-  if (!adapter) throw new Error("there is no GPU that Dawn can use");
+  if (!adapter) throw new Error("Dawn found no usable GPU");
   const { vendor, architecture, description, device, isFallbackAdapter } = adapter.info;
   takeSharedMemory();
   compileAtOnce();

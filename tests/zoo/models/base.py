@@ -52,8 +52,8 @@ def integers(high: int, *shape: int, low: int = 0, batched: bool = True) -> Draw
 class ZooModel:
     """A torch module with example inputs.
 
-    ``static`` tells why the batch cannot be symbolic, ``legacy`` why the older exporter is used,
-    ``kink`` where rounding decides which way a gradient goes (float64 settles such a model).
+    ``static`` says why the batch cannot be symbolic, ``legacy`` why the older exporter is used,
+    ``kink`` where rounding decides a branch of the gradient (float64 settles such a model).
     """
 
     name: str

@@ -102,7 +102,7 @@ class StyleTransfer(nn.Module):
 
 @register("super_resolution", uniform(0.0, 1.0, 1, 8, 8))
 class SuperResolution(nn.Module):
-    """Sub-pixel convolution (pixel shuffle) plus the bicubic picture."""
+    """Sub-pixel convolution (pixel shuffle) plus the bicubic image."""
 
     def __init__(self) -> None:
         super().__init__()

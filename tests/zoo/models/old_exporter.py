@@ -6,7 +6,7 @@ from . import cnn, generative, graph_and_points, language, mobile, plain, recurr
 from . import vision_transformers as vision
 from .base import ZOO, ZooModel, register
 
-REASON = "stands for files that older torch versions wrote"
+REASON = "covers files that older torch versions wrote"
 # Attributes became inputs along the way: Pad and Clip at 11, Squeeze at 13, reductions at 18.
 OPSETS = {
     "lenet": 9,

@@ -126,7 +126,7 @@ def test_a_place_that_is_not_there_is_refused(name: str):
 @pytest.mark.parametrize("length", [False, True])
 @pytest.mark.parametrize("onesided", [0, 1])
 def test_sizes_of_stft_are_those_of_the_runtime(length: bool, onesided: int):
-    """onnx infers both sides of the spectrum where there is no frame_length."""
+    """onnx infers both sides of the spectrum without frame_length."""
     bins = 9 if onesided else 16
     nodes = [
         node("STFT", f"x step window {'length' if length else ''}", "s", onesided=onesided),
@@ -158,7 +158,7 @@ def test_sizes_of_stft_are_those_of_the_runtime(length: bool, onesided: int):
     np.testing.assert_allclose(untrained, run(proto, feeds)[0], atol=1e-4)
 
 
-def test_a_shape_that_a_loop_changes_is_refused_with_a_way_out():
+def test_a_shape_that_a_loop_changes_is_refused_with_a_hint():
     step = body(
         [node("Concat", "s w", "t", axis=0), node("Identity", "go", "more")],
         {"more": [], "t": [None, 4]},
@@ -220,8 +220,8 @@ def test_count_and_condition_of_a_loop_may_be_vectors_of_one(rank: int):
             h = np.tanh(h @ (w + step * gradient))
         return float((h * cotangent).sum())
 
-    slope = (value(1e-5) - value(-1e-5)) / 2e-5
-    assert slope == pytest.approx(float((gradient**2).sum()), rel=5e-3)
+    derivative = (value(1e-5) - value(-1e-5)) / 2e-5
+    assert derivative == pytest.approx(float((gradient**2).sum()), rel=5e-3)
     assert falls(train(proto, feeds)[1])
 
 
