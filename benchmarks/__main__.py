@@ -5,10 +5,10 @@
     python -m benchmarks --workloads mlp cnn --threads 1 --peers onnxtrain torch
     python -m benchmarks --report runs/bench/results.json # write the page from an earlier run
 
-The page is written only if no other work was on the machine (``benchmarks/quiet.py``), and the run
-that it shows is stored in ``benchmarks/results/cpu.json``.
+The page is written only from an otherwise idle machine (``benchmarks/quiet.py``), and its run is
+stored in ``benchmarks/results/cpu.json``.
 
-Environments are made by ``python -m benchmarks.peers`` (make bench-setup).
+``python -m benchmarks.peers`` (make bench-setup) creates the environments.
 """
 
 from __future__ import annotations

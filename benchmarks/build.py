@@ -1,4 +1,4 @@
-"""How long gradients take to build, and how large they are: GPT-2-like graphs of growing depth.
+"""Build time and size of gradient graphs: GPT-2-like models of growing depth.
 
     python benchmarks/build.py [--layers 1 4 16] [--fused] [--profile]
 

@@ -1,4 +1,4 @@
-"""An engine's process as the harness sees it."""
+"""The harness's handle of an engine process."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
         [--tokens 1x256] [--device cuda] [--peer-python PATH] [--write]
 
 A SmolLM2-135M shape with drawn int4 weights, and an encoder of BERT-base's size in float32. Every
-engine is a process of its own; rounds of one step each are interleaved, so that ratios are of the
+engine runs in its own process; rounds of one step each are interleaved, so that ratios compare the
 same moments. The peer needs torch, transformers and peft, in an environment of its own:
 ``--peer-python``. On CUDA the peer runs in bfloat16, and our sizes are fixed (``--precision
 bf16-mixed`` for the same precision). Models and artifacts are made on the spot, and again when the

@@ -1,8 +1,8 @@
-"""What a step of TrainableModule costs beside torch: python -m benchmarks.module_call [NET ...].
+"""Time a step of TrainableModule against torch: python -m benchmarks.module_call [NET ...].
 
 Forward pass, loss and backward pass, one thread, torch and ours in turn: medians over rounds, and
-the median of their ratios. ``tiny`` is 16, 32 and 4 units at a batch of 8, where nothing but the
-call itself takes time; all others are the nets of ``benchmarks.workloads``.
+the median of their ratios. ``tiny`` has 16, 32 and 4 units at a batch of 8, where only the call
+itself takes time; all others are the nets of ``benchmarks.workloads``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where our step spends its time: a table of operators, from onnxruntime's own profiler.
+"""Time of a step by operator, from onnxruntime's own profiler.
 
     python -m benchmarks.op_profile cnn --optimizer adamw --threads 1
     python -m benchmarks.op_profile gpt2 --nodes          # single nodes instead of kinds

@@ -1,4 +1,4 @@
-"""The generated part of docs/benchmarks.md: between markers, so that the text around stays."""
+"""The generated part of docs/benchmarks.md: between markers, so that the surrounding text stays."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _facts(machine: dict[str, Any], cells: list[Cell], clock: str) -> str:
 
 
 def busy(machine: dict[str, Any]) -> list[str]:
-    """Return what other work was on the machine, with a warning if it was too much."""
+    """Return the load of other processes, with a warning if it was too high."""
     if not quiet.busy(machine):
         return [f"- {quiet.summary(machine)}"]
     return [f"- **{quiet.summary(machine)}: do not quote these ratios**"]

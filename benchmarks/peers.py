@@ -1,9 +1,9 @@
-"""The engines that are timed, and the virtual environments they run from.
+"""The engines to time, and the virtual environments they run from.
 
-    python -m benchmarks.peers          # makes what is missing, under .cache/bench/venvs
+    python -m benchmarks.peers          # creates missing ones, under .cache/bench/venvs
     python -m benchmarks.peers torch    # only some
 
-Needs nothing but Python itself, and for ``torch.compile`` a C++ compiler (``g++``).
+Needs only Python itself, and for ``torch.compile`` a C++ compiler (``g++``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which cells are measured, in which order, and how much time each gets."""
+"""Which cells to measure, in which order, and the time budget of each."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Predicted against measured memory: what ``onnxtrain plan`` says and what a run then takes.
+"""Predicted against measured memory: ``onnxtrain plan`` beside the peak of a run.
 
     python -m benchmarks.planned_memory [--nets resnet gpt2 ...] [--target 250] [--write]
 
 Nets of the zoo at a batch whose activations take about ``--target`` MB, and directories of training
-artifacts given by path, language models at 1 x 256 tokens. Each run is a process of its own that
+artifacts given by path, language models at 1 x 256 tokens. Each run is a separate process that
 trains two steps; its peak is ``VmHWM``. ``--write`` puts the table into ``docs/memory.md``.
 """
 

@@ -1,4 +1,4 @@
-"""Every workload as files that every engine reads: the model, its first weights, a batch.
+"""Write every workload as files for all engines: the model, its initial weights, a batch.
 
     python -m benchmarks.prepare            # all, growth curves included, into .cache/bench/models
     python -m benchmarks.prepare mlp cnn

@@ -1,7 +1,7 @@
-"""Whether other work is on the machine: pages are written only from runs without it.
+"""Measure the CPU load of other processes: pages are written only from runs on an idle machine.
 
-The load average still has our own work of the last minutes in it. So samples are taken while
-nothing of ours runs: before a run, between its cells and after it.
+The load average includes the benchmark's own work of the last minutes. So samples are taken while
+the benchmark is idle: before a run, between its cells and after it.
 """
 
 from __future__ import annotations

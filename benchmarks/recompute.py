@@ -1,8 +1,8 @@
-"""What ``build(recompute=...)`` saves and costs, on a GPT-2-like net.
+"""Memory saved and time spent by ``build(recompute=...)`` on a GPT-2-like net.
 
     python -m benchmarks.recompute [--layers 12] [--width 256] [--batch 8] [--write]
 
-Each way runs in a process of its own, so that peaks of memory do not mix; rounds of timed steps are
+Each setting runs in its own process, so that memory peaks do not mix; rounds of timed steps are
 interleaved between the processes. Prints a Markdown table; ``--write`` puts it into
 ``docs/artifacts.md``.
 """

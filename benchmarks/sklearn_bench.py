@@ -1,6 +1,6 @@
 """Estimators beside those of scikit-learn and torch: same data, net, batches, epochs, one thread.
 
-Seconds are processor time of one thread, so that other work on the machine counts little. Rounds
+Seconds are CPU time of one thread, so that other processes hardly affect them. Rounds
 are interleaved: in each, every contestant trains once. The table gives medians of seconds, and
 medians over rounds of the ratio to scikit-learn.
 

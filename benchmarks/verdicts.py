@@ -1,4 +1,4 @@
-"""What numbers mean: whether losses agree, what a ratio is, whether a target is met."""
+"""Verdicts on measurements: do losses agree, what is the ratio, is the target met."""
 
 from __future__ import annotations
 

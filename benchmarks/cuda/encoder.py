@@ -1,4 +1,4 @@
-"""A transformer encoder of GPT-2's size, as torch's own layers make it."""
+"""A transformer encoder of GPT-2's size, built from torch's own layers."""
 
 from __future__ import annotations
 

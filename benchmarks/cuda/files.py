@@ -4,7 +4,8 @@
 
 Each file is built for both, with the mean square of its float outputs as its loss, and trained on
 the same random batches with AdamW; sizes are fixed, so that steps are captured, or left free with
-``--free``. TF32 is off. A row says what was captured, which nodes left the GPU, and the errors.
+``--free``. TF32 is off. A row lists whether the step was captured, which nodes left the GPU, and
+the errors.
 """
 
 from __future__ import annotations

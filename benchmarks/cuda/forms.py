@@ -3,8 +3,8 @@
     python -m benchmarks.cuda.forms                       # all; needs onnxruntime-gpu
     python -m benchmarks.cuda.forms weight --json forms.json
 
-Each form is a model of its own, recorded as a CUDA graph; times are medians in milliseconds over
-runs that are replayed back to back. The tables in ``autodiff/rules`` follow these figures.
+Each variant is a separate model, captured as a CUDA graph; times are medians in milliseconds over
+back-to-back replays. The tables in ``autodiff/rules`` follow these figures.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The nets that are timed on a GPU, and their files."""
+"""The nets to time on a GPU, and their files."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Train a net on a GPU of which some nodes run on the CPU; compare every parameter with torch.
+"""Train a net on a GPU with some nodes on the CPU; compare every parameter with torch.
 
     python -m benchmarks.cuda.placement_check
 
-Artifacts built for the CPU have convolutions that CUDA has no kernel for, so weights are read on
-both sides. Sizes fixed and free, captured and not, each layout: 20 steps each. TF32 is off.
+Artifacts built for the CPU have convolutions without a CUDA kernel, so both devices read the
+weights. Sizes fixed and free, captured and not, each layout: 20 steps each. TF32 is off.
 """
 
 from __future__ import annotations

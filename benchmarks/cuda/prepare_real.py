@@ -1,4 +1,4 @@
-"""What real nets need before they are timed: their artifacts, and torch.compile's cache.
+"""Prepare real nets for timing: build their artifacts and fill torch.compile's cache.
 
     python -m benchmarks.cuda.prepare_real --make gpt2 nets bf16-mixed
     python -m benchmarks.cuda.prepare_real --compile gpt2 bf16-mixed

@@ -4,8 +4,8 @@
     python -m benchmarks.cuda.report --real real.json
 
 The first run exports and builds the nets and fills torch.compile's cache, several at a time; rows
-that ``real.json`` has already are kept, so that a run may be cut off and go on. All engines get
-each batch from the host and give the loss of each step back. AdamW, TF32 on for all, and torch's
+already in ``real.json`` are kept, so that an interrupted run resumes. All engines get each batch
+from the host and return the loss of each step. AdamW, TF32 on for all, and torch's
 optimizer is the fused one. Losses of the first 20 steps are compared.
 """
 

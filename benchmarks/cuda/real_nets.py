@@ -1,6 +1,6 @@
-"""Nets that people train, as their libraries make them; without dropout, to compare losses.
+"""Popular nets from their own libraries, without dropout so that losses compare.
 
-Each entry gives a module from a batch to scores ``[rows, classes]``, and a batch with labels.
+Each entry has a module that maps a batch to scores ``[rows, classes]``, and a batch with labels.
 """
 
 from __future__ import annotations

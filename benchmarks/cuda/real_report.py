@@ -1,4 +1,4 @@
-"""The figures of real nets as Markdown: a table, what is missed, and the kernels of that."""
+"""The results of real nets as Markdown: a table, the missed targets and their kernels."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Write the page of GPU figures from the runs stored in ``benchmarks/results``.
 
-``python -m benchmarks.cuda.report`` rewrites the page. Files of a new run are stored
-first: ``steps.json [kernels.txt]``, of real nets ``--real real.json``, and of files of the zoo
-``--files files.json ...``, each with a part of them.
+``python -m benchmarks.cuda.report`` rewrites the page. Pass the files of a new run to store them
+first: ``steps.json [kernels.txt]``; ``--real real.json`` for real nets; ``--files files.json ...``
+for zoo files, which may be split into several parts.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python -m benchmarks.cuda.steps --only cnn --profile  # kernels of both, by time
     python -m benchmarks.cuda.steps --json steps.json && python -m benchmarks.cuda.report steps.json
 
-Both get each batch as arrays of the host and give back the loss of each step. TF32 is on for both,
+Both get each batch as host arrays and return the loss of each step. TF32 is on for both,
 torch's optimizers are the fused ones. Losses of the first steps must agree, or no time is shown.
 ``--models`` names a folder with skeletons (``python -m benchmarks.cuda.nets DIR``), for machines
 whose torch cannot export.

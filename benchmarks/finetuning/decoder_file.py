@@ -1,4 +1,4 @@
-"""A decoder of Llama's kind, spelled as onnxruntime-genai's builder does, in int4, drawn."""
+"""A Llama decoder in the form of onnxruntime-genai's builder, with random int4 weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes that train: one step of each in turn, and a named error where one dies."""
+"""The training processes: one step of each in turn, and a named error if one dies."""
 
 from __future__ import annotations
 

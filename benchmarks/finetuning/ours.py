@@ -1,4 +1,4 @@
-"""Our side: a directory that was built before, trained step by step."""
+"""The onnxtrain side: a prebuilt directory, trained step by step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks-finetune.md, from the stored runs: one of each device."""
+"""The tables of docs/benchmarks-finetune.md, from the stored runs, one per device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The other side: torch and PEFT, on the same shape, rank and batch."""
+"""The torch and PEFT side, with the same shape, rank and batch."""
 
 from __future__ import annotations
 

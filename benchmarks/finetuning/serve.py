@@ -1,4 +1,4 @@
-"""A process that runs one training step for each line it reads, and answers with what it took."""
+"""A process that runs one training step per input line and reports its time and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An encoder of MiniLM's shape with a classifier, drawn, and texts of three kinds for it."""
+"""An encoder of MiniLM's shape with a classifier, random weights, and texts of three classes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Fine-tuning in Chromium: artifacts, what Python finds, the run, and its place in the docs.
+"""Fine-tuning in Chromium: artifacts, reference losses from Python, the run, and its docs section.
 
     python -m benchmarks.web.finetune [--steps 8] [--only decoder encoder]
 
 Needs ``npm ci --ignore-scripts`` and ``npm run build --workspace onnxtrain`` in ``web/``. A
-SmolLM2-135M shape with drawn int4 weights and adapters of rank 8 trains on 1x128 tokens in a
+SmolLM2-135M shape with random int4 weights and adapters of rank 8 trains on 1x128 tokens in a
 worker, with one and with two threads of wasm. An encoder of MiniLM's shape (6 layers, width 384)
 learns three classes from eight examples of each.
 """

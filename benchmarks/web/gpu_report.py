@@ -1,4 +1,4 @@
-"""The section of docs/benchmarks-web.md on a real GPU, from what ``gpu/run.mjs`` wrote."""
+"""The section of docs/benchmarks-web.md on a real GPU, from the results of ``gpu/run.mjs``."""
 
 from __future__ import annotations
 

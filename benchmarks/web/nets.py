@@ -1,9 +1,9 @@
-"""Writes what every system in the browser trains: models, first weights, batches, true losses.
+"""Write the inputs of every browser engine: models, initial weights, batches, reference losses.
 
 Run as ``python nets.py OUT``. For each model ``OUT/<model>/`` gets ``model.onnx`` (opset 17, which
-the old official build reads too), ``weights.bin`` and ``batches.bin`` with ``task.json`` saying
-what lies where, and ``<optimizer>/``, our artifacts. The losses are torch's, for every form of the
-optimizer that a system has: a fast wrong answer is none.
+the old official build reads too), ``weights.bin`` and ``batches.bin`` with ``task.json`` as
+their index, and ``<optimizer>/``, our artifacts. The losses are torch's, for every variant of the
+optimizer: a fast wrong answer does not count.
 """
 
 from __future__ import annotations

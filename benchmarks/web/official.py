@@ -1,4 +1,4 @@
-"""Writes the old official build's artifacts of the same models; runs in a venv of its own.
+"""Write the artifacts of the old official build for the same models; runs in its own venv.
 
 Run as ``python official.py OUT`` with onnxruntime-training-cpu 1.19.2: for each model and optimizer
 ``OUT/<model>/official-<optimizer>/``.

@@ -1,5 +1,5 @@
-"""One module per engine; each runs as a process of its own, from its own virtual environment.
+"""One module per engine; each runs in its own process, from its own virtual environment.
 
-The modules import nothing of this project but :mod:`benchmarks.workers.serve`, so that an engine
-needs only what it needs itself.
+Of this project, the modules import only :mod:`benchmarks.workers.serve`, so that an environment
+needs only the engine's own dependencies.
 """

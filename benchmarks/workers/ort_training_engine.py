@@ -1,4 +1,4 @@
-"""onnxruntime-training 1.19.2: artifacts of its own, its Module and Optimizer."""
+"""onnxruntime-training 1.19.2: its own artifacts, Module and Optimizer."""
 
 from __future__ import annotations
 

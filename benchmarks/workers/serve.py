@@ -1,12 +1,12 @@
 """The protocol between the harness and an engine: one JSON object per line, both ways.
 
-``build``    makes files that training starts from, where the engine has such a step
-``prepare``  loads weights and data, makes sessions, runs the first steps, gives their losses
-``run``      runs some steps; gives their seconds
+``build``    writes the files that training starts from, if the engine has such a step
+``prepare``  loads weights and data, creates sessions, runs the first steps, returns their losses
+``run``      runs some steps; returns their seconds
 ``stop``     ends the process
 
-Every answer has ``ok``; a refusal has ``error`` with its first line. Standard output is kept free
-of what libraries print.
+Every answer has ``ok``; a refusal has ``error`` with its first line. Libraries cannot print to
+standard output.
 """
 
 from __future__ import annotations

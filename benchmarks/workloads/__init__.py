@@ -1,6 +1,6 @@
-"""The nets that are timed: one definition in torch, shared by every engine.
+"""The nets to time: one definition in torch, shared by every engine.
 
-Every module takes one tensor and gives scores ``[rows, classes]``; the loss is the mean cross
+Every module takes one tensor and returns scores ``[rows, classes]``; the loss is the mean cross
 entropy against ``rows`` labels. Dropout is off, so that losses of different engines compare.
 """
 

@@ -1,4 +1,4 @@
-"""Language models, in plain torch; all give scores ``[words, vocabulary]``."""
+"""Language models, in plain torch; all return scores ``[words, vocabulary]``."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_the_whole_page() -> None:
     assert "do not quote" not in text
     assert "other processes took 2.0% of the machine, at most 3.0% (2 samples)" in text
     machine["others"] = [0.01, 0.4]
-    assert "these ratios are do not quote" in page.generated(results)
+    assert "do not quote these ratios" in page.generated(results)
 
 
 def test_compile_without_a_target_runs_with_sgd_only() -> None:

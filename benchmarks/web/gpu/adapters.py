@@ -1,9 +1,9 @@
-"""Writes what ``adapters.mjs`` trains: a small decoder in int4 with adapters, rows, CPU's losses.
+"""Write the inputs of ``adapters.mjs``: a small int4 decoder with adapters, rows, CPU losses.
 
     python -m benchmarks.web.gpu.adapters WORK
 
-The decoder has the width of SmolLM2-135M, four of its layers and fewer words, so that it can be
-carried to a machine without a network.
+The decoder has the width of SmolLM2-135M, four of its layers and a smaller vocabulary, so that it
+can be copied to a machine without a network.
 """
 
 from __future__ import annotations
