@@ -18,7 +18,7 @@ from onnxtrain.cli.main import app
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.runtime import session as runtime
 from onnxtrain.training import Trainer
-from onnxtrain.training.profile import NodeLabels, node_times
+from onnxtrain.training.profiler import NodeLabels, node_times
 from tests.artifacts.models import finished, graph, weight
 from tests.training.made import made
 from tests.training.nets import batches, exported

@@ -35,7 +35,7 @@ from onnxtrain.finetuning.finetune import FineTuneRun
 from onnxtrain.graph.io.writer import as_save_error, write_text
 from onnxtrain.training import Trainer, find_lr
 from onnxtrain.training.fit import BEST, CHECKPOINTS, CheckpointRotation, FitOptions
-from onnxtrain.training.profile import random_batch
+from onnxtrain.training.profiler import random_batch
 
 
 @flags_from(FitOptions)

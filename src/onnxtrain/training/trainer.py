@@ -45,7 +45,7 @@ from onnxtrain.training.data import as_source, explain_label_error
 from onnxtrain.training.engine import StepEngine, control_values, require_spec, resolve_layout
 from onnxtrain.training.fit import FitOptions, History, Run, lock_directory
 from onnxtrain.training.metrics import Evaluation, evaluate
-from onnxtrain.training.profile import StepProfile, profile_steps
+from onnxtrain.training.profiler import StepProfile, profile_steps
 from onnxtrain.training.progress import Display
 from onnxtrain.training.results import Outputs, Parameters, StepResult
 
