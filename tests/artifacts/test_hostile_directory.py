@@ -120,7 +120,7 @@ def test_no_file_but_the_weights(folder: Path, place: str, location: str) -> Non
     os.link(secret, folder / "hard.bin")
     (folder / "link.bin").symlink_to(secret)
     change(folder, lambda m: PLACES[place](m, external(location)))
-    message = f"^step_model.onnx: tensor 'leak' is in the file '{location}', which is none of"
+    message = f"^step_model.onnx: tensor 'leak' is in the file '{location}', which is not part of"
     with pytest.raises(CheckpointError, match=message):
         Artifacts.load(folder)
 
@@ -159,7 +159,9 @@ def test_weights_have_a_digest(folder: Path) -> None:
     manifest = json.loads(path.read_text())
     manifest["files"] = {}
     path.write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match=r"^weights\.bin: the manifest has no sha256 of it"):
+    with pytest.raises(
+        CheckpointError, match=r"^weights\.bin: the manifest has no sha256 for this"
+    ):
         Artifacts.load(folder)
 
 

@@ -136,7 +136,7 @@ def test_weights_that_went_away_are_named(given, tmp_path):
         pytest.skip("there is no file")
     artifacts = build(given, loss=LOSS, optimizer="sgd")
     (given.parent / "deep.onnx.data").unlink()
-    with pytest.raises(onnxtrain.errors.SaveError, match=r"deep\.onnx\.data.*\n.*has to stay"):
+    with pytest.raises(onnxtrain.errors.SaveError, match=r"deep\.onnx\.data.*\n.*do not move"):
         artifacts.save(tmp_path / "run")
 
 

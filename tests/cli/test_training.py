@@ -233,7 +233,7 @@ def test_unwritable_outputs(place: Path, monkeypatch: pytest.MonkeyPatch) -> Non
                 "--config",
                 output,
             )
-    with pytest.raises(SaveError, match="below: cannot be made: Not a directory"):
+    with pytest.raises(SaveError, match="below: cannot be created: Not a directory"):
         run("build", place / "model.onnx", "-o", below, "--loss", "mse", "--loss-output", "scores")
 
     def refuse(*args: object, **kwargs: object) -> None:

@@ -259,7 +259,7 @@ class StepEngine:
         zeros = {n: np.broadcast_to(np.zeros((), a.dtype), a.shape) for n, a in tensors.items()}
         if release:
             start.clear()
-            artifacts.forget()
+            artifacts.release_arrays()
         self._values = Values(tensors, self._device, release=release)
         second = {n: a for n, a in zeros.items() if n in self._double_buffered}
         self._banks, self._now = (self._values, Values(second, self._device)), 0

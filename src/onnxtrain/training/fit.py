@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onnxtrain.artifacts.directory import Row, SummaryRepr, format_record, svg_curve
+from onnxtrain.artifacts.display import Row, SummaryRepr, format_record, svg_curve
 from onnxtrain.errors import (
     BusyError,
     CheckpointError,

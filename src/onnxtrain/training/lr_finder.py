@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxtrain.artifacts.directory import Row, SummaryRepr
+from onnxtrain.artifacts.display import Row, SummaryRepr
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.graph.io.writer import bytes_writer, write_files
 from onnxtrain.runtime.feeds import feed

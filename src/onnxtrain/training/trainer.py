@@ -21,7 +21,8 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 import numpy as np
 
 from onnxtrain.artifacts import Artifacts
-from onnxtrain.artifacts.directory import Row, SummaryRepr, split_tensors
+from onnxtrain.artifacts.directory import split_tensors
+from onnxtrain.artifacts.display import Row, SummaryRepr
 from onnxtrain.checkpoint import load_checkpoint, save_checkpoint, state_key
 from onnxtrain.errors import BusyError, CheckpointError, OnnxTrainError, ShapeError, UncopiableError
 from onnxtrain.manifest import ModelSpec, TensorSpec
@@ -145,7 +146,7 @@ class Trainer(SummaryRepr):
         )
         self._warn_target_mismatch()
         if loaded and device == "cpu":  # the engine's copy of the values is the only one
-            self.artifacts = artifacts.over(self._engine.view)
+            self.artifacts = artifacts.with_arrays(self._engine.view)
         self.batch_specs = self._engine.spec.inputs_of("input", "target")
         self._feed = Feeder(self.batch_specs)
         self._control_specs: dict[str, list[TensorSpec]] = {}
