@@ -49,7 +49,7 @@ def test_a_reason_is_the_first_line_and_what_it_is_about() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("kind", "why"), [("dynamic", "rounds to"), ("qdq", "held as integers")])
+@pytest.mark.parametrize(("kind", "why"), [("dynamic", "rounds to"), ("qdq", "stored as integers")])
 def test_the_hint_of_a_refusal_is_followed(tmp_path: Path, kind: str, why: str) -> None:
     producer = pytest.importorskip("tests.wild.producers.ort_models", reason="needs torch")
     path = producer.exported(tmp_path, "mlp")

@@ -29,7 +29,7 @@ def test_integer_weights_are_told_and_the_hint_trains():
     with pytest.raises(PrepareError) as refusal:
         build(proto, loss="mse", optimizer="sgd")
     text = str(refusal.value)
-    assert "held as integers: 1: q" in text
+    assert "stored as integers: 1: q" in text
     assert "onnxtrain.lora" in text
     assert "straight_through=True" in text
     adapted = onnxtrain.lora(proto, targets=["*"], rank=2)
@@ -59,12 +59,12 @@ def test_integer_arithmetic_is_not_sent_to_adapters() -> None:
     first, last = node("QuantizeLinear", "x s z", "q"), node("DequantizeLinear", "p s z", "y")
     product = node("QLinearMatMul", "q s z w s t s z", "p")
     computed = model([first, product, last], {"x": (2, 4)}, {"y": (2, 3)}, weights)
-    with pytest.raises(PrepareError, match="held as integers: 1: w") as refusal:
+    with pytest.raises(PrepareError, match="stored as integers: 1: w") as refusal:
         build(computed, loss="mse", optimizer="sgd")
-    assert "format QDQ" in str(refusal.value)
+    assert "QDQ format" in str(refusal.value)
     floats = [node("DequantizeLinear", "w s t", "v"), node("MatMul", "x v", "y")]
     stored = model(floats, {"x": (2, 4)}, {"y": (2, 3)}, weights)
-    with pytest.raises(PrepareError, match=r"onnxtrain\.lora\(\.\.\.\) puts matrices"):
+    with pytest.raises(PrepareError, match=r"onnxtrain\.lora\(\.\.\.\) adds float adapters"):
         build(stored, loss="mse", optimizer="sgd")
     onnxtrain.lora(stored, targets="all-linear", rank=1)
     with pytest.raises(PrepareError, match="no layer"):

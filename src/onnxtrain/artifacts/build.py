@@ -45,7 +45,12 @@ from onnxtrain.artifacts.graphs import (
 from onnxtrain.artifacts.multi_step import multi_step_model, pack_parameters, resolve_steps_per_call
 from onnxtrain.artifacts.per_example import per_example
 from onnxtrain.artifacts.precision import LOSS_SCALE_OWNER, Precision
-from onnxtrain.artifacts.trainable import aliases_of, candidates, names_list, untrained_reasons
+from onnxtrain.artifacts.trainable import (
+    aliases_of,
+    names_list,
+    select_parameters,
+    untrained_reasons,
+)
 from onnxtrain.artifacts.update import mark_in_place, vector_models
 from onnxtrain.autodiff.gradients import Names, normalize, registered_domains
 from onnxtrain.autodiff.recompute import copy_scopes
@@ -258,7 +263,7 @@ def _normal_form(source: ir.Model, options: BuildOptions) -> Prepared:
 def _select(base: Prepared, options: BuildOptions) -> Selection:
     """Return the tensors of the model that the options select."""
     read_by_loss = loss_inputs(options.loss, base.model)
-    trainable = candidates(base, options.train, options.freeze, inner=read_by_loss)
+    trainable = select_parameters(base, options.train, options.freeze, inner=read_by_loss)
     statistics = batch_statistics(base.graph)
     return Selection(
         candidates=tuple(x.name or "" for x in trainable),

@@ -1,6 +1,9 @@
-"""Which initializers a build may train: by role, or as the user names them.
+"""Trainable parameters: which initializers a build trains, and initial weights from other files.
 
-Weights from elsewhere, put into a model before anything is built of it.
+- :func:`select_parameters` applies ``train=`` and ``freeze=``. By default it selects every weight
+  with a differentiable path to an output; the error lists why nothing is left.
+- :func:`load_weights` sets initializers from a state_dict before a build.
+- :func:`aliases_of` reads the other names of tied weights, which torch's exporter drops.
 """
 
 from __future__ import annotations
@@ -33,11 +36,13 @@ from onnxtrain.graph.nodes import op_key
 from onnxtrain.importer import Prepared
 from onnxtrain.importer.parameters import summarize_untrained
 
-_MAX_REASONS = 8  # reasons in a message
-_SMALL_INTEGERS = frozenset(
+ALIASES = "onnxtrain.aliases"
+"""Metadata key of a model: other names of its tied weights, a JSON object of lists."""
+
+_MAX_REASONS = 8  # per error message
+_QUANTIZED_DTYPES = frozenset(
     {ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT4, ir.DataType.UINT4}
 )
-
 _INTEGER_OPERATORS = (
     "QLinear",
     "QGemm",
@@ -47,33 +52,41 @@ _INTEGER_OPERATORS = (
     "DynamicQuantize",
 )
 _INTEGER_ARITHMETIC_HINT = (
-    "hint: small steps do not change integers, and no adapter fits beside operators that compute in"
-    " them: train the model as it was before, or quantise it in the format QDQ, for onnxtrain.lora"
+    "hint: gradient steps cannot train integers, and onnxtrain.lora(...) does not support operators"
+    " that compute in them; train the float model, or quantize it in the QDQ format"
 )
 
 
-def candidates(
+def select_parameters(
     base: Prepared, train: Names, freeze: Names, *, inner: Collection[str] = ()
 ) -> list[ir.Value]:
-    """Return the initializers that may be trained, in the order of the file.
+    """Return the initializers to train, in the order of the model.
 
-    ``inner`` are values inside the model that a loss looks at, beside its outputs.
+    Args:
+        base: the imported model.
+        train: names, globs or selectors of parameters; by default all trainable ones.
+        freeze: names, globs or selectors to exclude.
+        inner: values inside the model that the loss reads, in addition to its outputs.
+
+    Raises:
+        PrepareError: if a name is unknown or nothing is left to train.
     """
     statistics = batch_statistics(base.graph)
-    seen = [y for node in base.graph for y in node.outputs if y.name in inner]
-    free = trainable(base, inner=seen)
-    names = expand_selectors(base, names_list(train), free)
-    chosen = free if train is None else _select_by_name(base, names)
-    frozen = expand_selectors(base, names_list(freeze), free)
+    read_by_loss = [y for node in base.graph for y in node.outputs if y.name in inner]
+    default = trainable(base, inner=read_by_loss)
+    names = expand_selectors(base, names_list(train), default)
+    selected = default if train is None else _select_by_name(base, names)
+    frozen = expand_selectors(base, names_list(freeze), default)
     if frozen:
-        known = {x.name or "": x for x in chosen}
-        out = set(match(frozen, {**dict(base.graph.initializers), **known}, "freeze", "parameter"))
-        chosen = [x for x in chosen if x not in out]
-    chosen = [x for x in chosen if x not in statistics or any(n == x.name for n in names)]
-    chosen = [x for x in chosen if 0 not in (S.dims_of(x) or ())]  # nothing to change in them
-    if not chosen:
+        known = {**dict(base.graph.initializers), **{x.name or "": x for x in selected}}
+        excluded = set(match(frozen, known, "freeze", "parameter"))
+        selected = [x for x in selected if x not in excluded]
+    # The forward pass updates running statistics; they train only if named literally.
+    selected = [x for x in selected if x not in statistics or x.name in names]
+    selected = [x for x in selected if 0 not in (S.dims_of(x) or ())]  # empty tensors
+    if not selected:
         raise PrepareError(_nothing_to_train(base, train, freeze))
-    return chosen
+    return selected
 
 
 def untrained_reasons(base: Prepared) -> list[str]:
@@ -87,132 +100,106 @@ def names_list(names: Names) -> list[str]:
 
 
 def _select_by_name(base: Prepared, train: list[str]) -> list[ir.Value]:
-    """Return what ``train`` names: a plain name may be any tensor, a pattern stands for weights.
+    """Return the tensors that ``train`` names.
 
-    A pattern that fits no weight stands for the other tensors that it fits.
+    An exact name selects any float tensor. A pattern selects weights only, or other float tensors
+    (scales, constants) if it matches no weight.
     """
-    known = {
+    floats = {
         n: x
         for n, x in base.graph.initializers.items()
         if S.is_float(x) and not S.is_generated_constant(x)
     }
     untrained = base.untrained
-    weights = {n: x for n, x in known.items() if n not in untrained}
-    wanted: set[ir.Value] = set()
+    weights = {n: x for n, x in floats.items() if n not in untrained}
+    selected: set[ir.Value] = set()
     for name in train:
-        narrow = name not in known and any(fnmatch.filter(weights, name))
-        wanted.update(match([name], weights if narrow else known, "train", "parameter"))
-    return [x for x in known.values() if x in wanted]
+        weights_only = name not in floats and any(fnmatch.filter(weights, name))
+        selected.update(match([name], weights if weights_only else floats, "train", "parameter"))
+    return [x for x in floats.values() if x in selected]
 
 
 def _nothing_to_train(base: Prepared, train: Names, freeze: Names) -> str:
+    """Return the error message: why each tensor and operator does not train, and a hint."""
     lines = ["no parameter is left to train"]
-    if train is None and freeze is None:
-        reasons = untrained_reasons(base)
-        lines += [f"  {line}" for line in reasons[:_MAX_REASONS]]
-        cut_off = [n for n, role in base.roles.items() if role.trains]
-        if cut_off:
-            more = f" and {len(cut_off) - _MAX_REASONS} more" if len(cut_off) > _MAX_REASONS else ""
-            lines.append(f"  no differentiable path from {', '.join(cut_off[:_MAX_REASONS])}{more}")
-        if len(reasons) > _MAX_REASONS:
-            lines.append(f"  ... and {len(reasons) - _MAX_REASONS} more reasons")
-        counts = Counter(op_key(n) for n in base.graph.all_nodes() if op_key(n) in NO_GRADIENT)
-        lines += [
-            f"  {key.split('::')[1]} x{n}: {NO_GRADIENT[key]}"
-            for key, n in counts.items()
-            if "::" in key
-        ]
-        integers = _integer_weights(base.graph)
-        if integers:
-            more = (
-                f" and {len(integers) - _MAX_REASONS} more" if len(integers) > _MAX_REASONS else ""
-            )
-            lines.append(
-                f"  held as integers: {len(integers)}: {', '.join(integers[:_MAX_REASONS])}{more}"
-            )
-        if len(lines) == 1:
-            lines.append("  the model holds no float tensor that a gradient could change")
-        last = _last_differentiable_values(base.graph, cut_off)
-        if integers and not _adapter_fits(base.graph, integers):
-            lines.append(_INTEGER_ARITHMETIC_HINT)
-        else:
-            lines.append(_hint(bool(integers), bool(reasons or cut_off), last))
+    if train is not None or freeze is not None:
+        lines.append("hint: `onnxtrain explain` lists the parameters that train= and freeze= match")
+        return "\n".join(lines)
+    reasons = untrained_reasons(base)
+    lines += [f"  {line}" for line in reasons[:_MAX_REASONS]]
+    cut_off = [n for n, role in base.roles.items() if role.trains]
+    if cut_off:
+        lines.append(f"  no differentiable path from {_first_names(cut_off, _MAX_REASONS)}")
+    if len(reasons) > _MAX_REASONS:
+        lines.append(f"  ... and {len(reasons) - _MAX_REASONS} more reasons")
+    counts = Counter(op_key(n) for n in base.graph.all_nodes() if op_key(n) in NO_GRADIENT)
+    lines += [
+        f"  {key.split('::')[1]} x{n}: {NO_GRADIENT[key]}"
+        for key, n in counts.items()
+        if "::" in key
+    ]
+    integers = _integer_weights(base.graph)
+    if integers:
+        names = _first_names(integers, _MAX_REASONS)
+        lines.append(f"  stored as integers: {len(integers)}: {names}")
+    if len(lines) == 1:
+        lines.append("  the model has no float tensor with a gradient")
+    if integers and not _supports_adapters(base.graph, integers):
+        lines.append(_INTEGER_ARITHMETIC_HINT)
     else:
-        lines.append("hint: look at `onnxtrain explain`, then at train and freeze")
+        last = _last_differentiable_values(base.graph, cut_off)
+        lines.append(_hint(bool(integers), bool(reasons or cut_off), last))
     return "\n".join(lines)
 
 
 def _integer_weights(graph: ir.Graph) -> list[str]:
-    """Return the weights of a quantised model: tensors of small integers that are no vectors."""
+    """Return the weights of a quantized model: integer tensors that are not vectors."""
     return [
         name
         for name, x in graph.initializers.items()
-        if x.dtype in _SMALL_INTEGERS and len(x.shape or ()) > 1 and x.uses()
+        if x.dtype in _QUANTIZED_DTYPES and len(x.shape or ()) > 1 and x.uses()
     ]
 
 
-def _adapter_fits(graph: ir.Graph, integers: Sequence[str]) -> bool:
-    """Return whether an adapter fits beside an operator that reads one of these weights.
-
-    It does beside those that make floats of integers; others compute in integers.
-    """
+def _supports_adapters(graph: ir.Graph, integers: Sequence[str]) -> bool:
+    """Return whether some weight is dequantized, so that an adapter can run in parallel."""
     readers = [use.node.op_type for n in integers for use in graph.initializers[n].uses()]
     return not all(r.startswith(_INTEGER_OPERATORS) for r in readers)
 
 
 def _last_differentiable_values(graph: ir.Graph, weights: Sequence[str]) -> list[str]:
-    """Return the values up to which gradients of weights could flow: what an ArgMax reads."""
+    """Return the values at which gradients to the weights stop, such as the input of an ArgMax."""
     reached = {graph.initializers[n] for n in weights if n in graph.initializers}
-    ends: dict[str, None] = {}
+    last: dict[str, None] = {}
     for node in graph:
         flowing = flowing_inputs(node)
         if any(x in reached for x in flowing):
             reached.update(y for y in node.outputs if S.is_float(y))
-        ends.update(
+        last.update(
             {
                 x.name or "": None
                 for x in node.inputs
                 if x is not None and x in reached and x not in flowing
             }
         )
-    return [n for n in ends if n not in graph.initializers]
+    return [n for n in last if n not in graph.initializers]
 
 
-def _hint(integers: bool, tensors: bool, last: Sequence[str] = ()) -> str:
-    """Return the hint that fits what the model holds."""
+def _hint(integers: bool, tensors: bool, last: Sequence[str]) -> str:
+    """Return the hint for a model with these kinds of tensors."""
     if last:
         return (
-            "hint: no gradient comes back from the outputs; a loss may look at a value inside: "
+            "hint: no gradient flows from the outputs; let the loss read a value inside the model: "
             f"LossTerm(loss, output={last[-1]!r})"
         )
     if integers:
         return (
-            "hint: small steps do not change integers: onnxtrain.lora(...) puts matrices that train"
-            " beside them; straight_through=True trains through what rounds activations"
+            "hint: gradient steps cannot train integers; onnxtrain.lora(...) adds float adapters, "
+            "and straight_through=True trains through quantized activations"
         )
     if tensors:
-        return "hint: name tensors in `train` to train them all the same"
-    return "hint: numbers in attributes do not train; export the model with its weights as tensors"
-
-
-ALIASES = "onnxtrain.aliases"
-"""Metadata of a model: other names of its tied weights, a JSON object of lists."""
-
-
-def aliases_of(model: ir.Model) -> dict[str, tuple[str, ...]]:
-    """Return the other names of tied weights, as the exporter recorded them.
-
-    Raises:
-        PrepareError: if the record is damaged.
-    """
-    text = model.metadata_props.get(ALIASES, "{}")
-    try:
-        aliases = {name: tuple(others) for name, others in json.loads(text).items()}
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise PrepareError(f"the metadata {ALIASES!r} of the model is damaged: {error}") from error
-    if not all(isinstance(other, str) for others in aliases.values() for other in others):
-        raise PrepareError(f"the metadata {ALIASES!r} of the model is damaged: names are strings")
-    return aliases
+        return "hint: name tensors in `train` to train them"
+    return "hint: attributes do not train; export the model with its weights as initializers"
 
 
 def load_weights(
@@ -223,12 +210,13 @@ def load_weights(
 ) -> onnx.ModelProto:
     """Return the model with weights of a state_dict or a safetensors file.
 
-    ``Trainer.load_weights`` sets what is trained; this sets all initializers, also those to freeze.
+    ``Trainer.load_weights`` sets trained parameters only; this sets all initializers, so that
+    frozen weights can be loaded before a build.
 
     Args:
         model: a path, bytes, ``ModelProto`` or ``ir.Model``; it is not changed.
         weights: names to arrays or torch tensors, or a path.
-        strict: refuse names that the model has not, and float initializers that get no weight.
+        strict: refuse unknown names, and float initializers without a weight.
 
     Raises:
         CheckpointError: if names or shapes do not fit.
@@ -237,11 +225,12 @@ def load_weights(
         weights = load_checkpoint(weights)[0]
     work = load(model)
     known = work.graph.initializers
-    extra = [n for n in weights if n not in known and not n.startswith("optim/")]
+    unknown = [n for n in weights if n not in known and not n.startswith("optim/")]
     missing = [n for n, x in known.items() if n not in weights and S.is_float(x)]
-    if strict and (extra or missing):
+    if strict and (unknown or missing):
         raise CheckpointError(
-            f"weights do not fit: missing {_first_names(missing)}, unknown {_first_names(extra)}\n"
+            f"weights do not fit: missing {_first_names(missing, 5) or 'nothing'}, "
+            f"unknown {_first_names(unknown, 5) or 'nothing'}\n"
             "hint: strict=False sets those that fit"
         )
     value: Any
@@ -259,6 +248,22 @@ def load_weights(
     return ir.to_proto(work)
 
 
-def _first_names(names: list[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return (", ".join(names[:5]) or "nothing") + more
+def aliases_of(model: ir.Model) -> dict[str, tuple[str, ...]]:
+    """Return the other names of tied weights, as the exporter recorded them.
+
+    Raises:
+        PrepareError: if the metadata is damaged.
+    """
+    text = model.metadata_props.get(ALIASES, "{}")
+    try:
+        aliases = {name: tuple(others) for name, others in json.loads(text).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise PrepareError(f"the metadata {ALIASES!r} of the model is damaged: {error}") from error
+    if not all(isinstance(other, str) for others in aliases.values() for other in others):
+        raise PrepareError(f"the metadata {ALIASES!r} of the model is damaged: names are strings")
+    return aliases
+
+
+def _first_names(names: Sequence[str], limit: int) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

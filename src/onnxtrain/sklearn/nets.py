@@ -28,7 +28,7 @@ from sklearn.exceptions import NotFittedError
 from sklearn.pipeline import Pipeline
 from sklearn.utils.validation import check_is_fitted
 
-from onnxtrain.artifacts.trainable import candidates
+from onnxtrain.artifacts.trainable import select_parameters
 from onnxtrain.autodiff.gradients import lift, load_normalized
 from onnxtrain.autodiff.selection import batch_statistics
 from onnxtrain.errors import MissingExtraError, PrepareError
@@ -568,7 +568,7 @@ def _is_matmul(x: ir.Value) -> bool:
 
 def _parameters(model: ir.Model, train: Any, freeze: list[str]) -> list[str]:
     base = load_normalized(ir.to_proto(model)) if train is None else Prepared.of(model)
-    return [x.name or "" for x in candidates(base, train, freeze or None)]
+    return [x.name or "" for x in select_parameters(base, train, freeze or None)]
 
 
 def _select_output(model: ir.Model, output: str | None) -> ir.Value:
