@@ -222,7 +222,7 @@ def test_early_stopping_keeps_the_best():
     assert model.best_validation_score_ == max(scores)
 
 
-def test_a_training_that_ends_too_early_warns():
+def test_reaching_max_iter_warns():
     with pytest.warns(ConvergenceWarning, match="max_iter=3 reached"):
         OnnxRegressor(max_iter=3, learning_rate=0.1).fit(X, Y)
 
@@ -249,13 +249,13 @@ def test_clone_copies_settings_only():
     [
         ({"learning_rate": -1}, "learning_rate must be positive"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
-        ({"penalty": "l3"}, "no such penalty"),
+        ({"penalty": "l3"}, "unknown penalty"),
         ({"loss": "squared"}, "unknown loss"),
-        ({"optimizer": "adamm"}, "no such optimizer"),
-        ({"activation": "relu6", "hidden_layer_sizes": (3,)}, "no such activation"),
+        ({"optimizer": "adamm"}, "unknown optimizer"),
+        ({"activation": "relu6", "hidden_layer_sizes": (3,)}, "unknown activation"),
     ],
 )
-def test_wrong_settings_are_named(settings, message):
+def test_invalid_settings_are_reported(settings, message):
     with pytest.raises(PrepareError, match=message):
         OnnxRegressor(**settings).fit(X, Y)
 

@@ -182,7 +182,7 @@ def test_a_pipeline_of_numbers():
     )
 
 
-def test_a_pipeline_that_is_not_fitted():
+def test_unfitted_pipeline_is_an_error():
     with pytest.raises(PrepareError, match="Pipeline is not fitted"):
         OnnxClassifier(make_pipeline(StandardScaler(), LogisticRegression())).fit(IRIS, NAMES)
 
@@ -212,12 +212,12 @@ def test_any_graph_with_a_frozen_part():
 @pytest.mark.parametrize(
     ("settings", "labels", "message"),
     [
-        ({"output": "q"}, KIND, "no such output: 'q'"),
+        ({"output": "q"}, KIND, "unknown output: 'q'"),
         ({"train": ["v"]}, KIND, "no such parameter"),
         ({}, KIND > 0, r"3 column\(s\) for 2 classes"),
     ],
 )
-def test_what_does_not_fit_a_graph(settings, labels, message):
+def test_settings_that_do_not_match_the_graph(settings, labels, message):
     with pytest.raises(PrepareError, match=message):
         OnnxClassifier(onnx.parser.parse_model(NET), **settings).fit(IRIS, labels)
 

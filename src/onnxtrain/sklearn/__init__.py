@@ -1,4 +1,4 @@
-"""scikit-learn estimators that train ONNX graphs."""
+"""Train ONNX graphs with scikit-learn's estimator API."""
 
 from onnxtrain.sklearn.classifier import OnnxClassifier
 from onnxtrain.sklearn.nets import convert

@@ -1,4 +1,4 @@
-"""A classifier that trains an ONNX graph."""
+"""``OnnxClassifier``: train an ONNX graph for classification."""
 
 from __future__ import annotations
 
@@ -21,50 +21,52 @@ from onnxtrain.sklearn.estimator import OnnxEstimator
 
 def _gives_probabilities(estimator: OnnxClassifier) -> bool:
     if estimator.loss in MARGIN_LOSSES:
-        raise AttributeError(f"loss={estimator.loss!r} gives no probabilities")
+        raise AttributeError(
+            f"loss={estimator.loss!r} has no probabilities\nhint: use loss='log_loss'"
+        )
     return True
 
 
 class OnnxClassifier(ClassifierMixin, OnnxEstimator):
-    """Fits a linear net, a multi-layer perceptron or any ONNX graph to classes.
+    """Train a linear model, a multi-layer perceptron or any ONNX graph for classification.
 
-    A graph's output has one column per class, or one column for two classes. If it ends in a
-    Softmax or Sigmoid, the loss looks at what comes before, and ``to_onnx`` keeps it.
+    The graph's output has one column per class, or one column for two classes. If it ends in a
+    Softmax or Sigmoid, the loss uses the logits before it; ``to_onnx`` keeps it.
 
     Args:
         model: a path, bytes, ``ModelProto`` or ``ir.Model``; a fitted scikit-learn estimator or
-            pipeline, whose last step is trained; ``None`` builds a net from the data.
-        hidden_layer_sizes: of that net; none for a linear model.
-        activation: of that net: ``"relu"``, ``"tanh"``, ``"logistic"`` or ``"identity"``.
+            pipeline, whose last step is trained; ``None`` builds a multi-layer perceptron.
+        hidden_layer_sizes: hidden layers of that perceptron; none for a linear model.
+        activation: its activation: ``"relu"``, ``"tanh"``, ``"logistic"`` or ``"identity"``.
         loss: ``"log_loss"``, ``"hinge"`` (no probabilities), a name or object of
             ``onnxtrain.losses``, or a function ``(op, prediction, target)``.
         optimizer: a name or an object of ``onnxtrain.optim``; ``learning_rate`` replaces its own.
-        learning_rate: of each step, before the schedule.
-        schedule: a name or object of ``onnxtrain.optim.schedules``; steps are batches.
+        learning_rate: base learning rate, before the schedule.
+        schedule: a name or object of ``onnxtrain.optim.schedules``; each batch is one step.
         batch_size: rows per step.
-        max_iter: the largest number of epochs.
-        shuffle: whether each epoch has an order of its own.
-        penalty: ``"l1"``, ``"l2"``, ``"elasticnet"`` or ``None``, a part of the loss.
-        alpha: the factor of the penalty.
-        l1_ratio: the part of l1 in ``"elasticnet"``.
+        max_iter: maximum number of epochs.
+        shuffle: shuffle the rows in each epoch.
+        penalty: ``"l1"``, ``"l2"``, ``"elasticnet"`` or ``None``; added to the loss.
+        alpha: factor of the penalty.
+        l1_ratio: share of l1 in ``"elasticnet"``.
         class_weight: ``"balanced"``, or weights by class.
-        tol: what counts as an improvement of the loss, or of the score if stopping early; ``None``
-            trains for exactly ``max_iter`` epochs.
-        n_iter_no_change: how many epochs without improvement end the training.
-        early_stopping: hold rows out, and keep the parameters with the best score on them.
-        validation_fraction: how many rows that are.
-        warm_start: whether ``fit`` goes on from the last one.
-        train: names or globs of the parameters to train; all unless given.
-        freeze: names or globs of parameters to leave as they are.
-        output: the output to train on; the first float output unless given.
-        from_logits: whether that output comes before a Softmax; ``None`` looks at the graph.
-        random_state: of first parameters, order of rows, dropout.
-        threads: of onnxruntime; ``None`` takes one for small nets.
+        tol: minimum improvement of the loss, or of the validation score with ``early_stopping``;
+            ``None`` trains for exactly ``max_iter`` epochs.
+        n_iter_no_change: stop after this many epochs without improvement.
+        early_stopping: hold out validation rows and restore the parameters with the best score.
+        validation_fraction: fraction of the rows to hold out.
+        warm_start: continue from the previous ``fit``.
+        train: names or globs of the parameters to train; all by default.
+        freeze: names or globs of the parameters to freeze.
+        output: the output to train on; by default the first float output.
+        from_logits: whether that output has logits; ``None`` infers it from the graph.
+        random_state: random seed for initialization, shuffling and dropout.
+        threads: threads of onnxruntime; ``None`` uses one for small nets and all cores for others.
         device: ``"cpu"`` or ``"cuda"``.
-        verbose: whether to print the loss of every epoch.
+        verbose: print the loss of every epoch.
 
     Attributes:
-        classes_: labels, in the order of columns.
+        classes_: class labels, in column order.
         loss_curve_: mean loss of each epoch.
         n_iter_: number of epochs.
         parameters_: the trained parameters by name.
@@ -132,12 +134,12 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         self.verbose = verbose
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> OnnxClassifier:
-        """Train, from the start unless ``warm_start``; rows may have weights."""
+        """Train, from scratch unless ``warm_start``."""
         self._check_settings()
-        going_on = self.warm_start and self.__sklearn_is_fitted__()
-        X, y = self._check(X, y, reset=not going_on)
+        resume = self.warm_start and self.__sklearn_is_fitted__()
+        X, y = self._check(X, y, reset=not resume)
         y = self._labels(y)
-        if not going_on:
+        if not resume:
             self._begin(X, np.unique(y))
         codes = self._encode(y)
         weight = self._weights_of(self._weigh(sample_weight, y), X, normalize=True)
@@ -151,26 +153,29 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         classes: Any = None,
         sample_weight: Any = None,
     ) -> OnnxClassifier:
-        """Train for one epoch on these rows, going on from what there is.
+        """Train for one epoch on these rows, from the current parameters.
 
         Args:
-            X: rows.
-            y: their classes.
-            classes: all classes there are; needed in the first call only.
-            sample_weight: weights of the rows, taken as they are.
+            X: features.
+            y: class labels.
+            classes: all class labels; required in the first call only.
+            sample_weight: weights of the rows, used without normalization.
         """
         self._check_settings()
         first = not self.__sklearn_is_fitted__()
         if self.class_weight == "balanced":
-            raise ValueError("class_weight='balanced' needs all data\nhint: pass a dict")
+            raise ValueError(
+                "class_weight='balanced' needs all data, partial_fit has one batch\n"
+                "hint: pass a dict of class weights"
+            )
         X, y = self._check(X, y, reset=first)
         y = self._labels(y)
         if first:
-            if classes is None and self._own_classes() is None:
+            if classes is None and self._model_classes() is None:
                 raise ValueError("classes must be passed on the first call to partial_fit.")
             self._begin(X, np.unique(y if classes is None else classes))
         elif classes is not None and not np.array_equal(np.unique(classes), self.classes_):
-            raise ValueError(f"classes={classes!r} is not what it was: {self.classes_!r}")
+            raise ValueError(f"classes={classes!r} differs from the first call: {self.classes_!r}")
         codes = self._encode(y)
         weight = self._weights_of(self._weigh(sample_weight, y), X, normalize=False)
         self._train(X, codes, weight, 1, stopping=False)
@@ -200,15 +205,15 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         return e / e.sum(1, keepdims=True)
 
     def predict(self, X: Any) -> np.ndarray:
-        """Return the likeliest class of each row."""
+        """Return the most likely class of each row."""
         scores = self.decision_function(X)
         codes = (scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(1)
         return self.classes_[codes]
 
     def to_onnx(self) -> onnx.ModelProto:
-        """Return the trained model, pre-processing included.
+        """Return the trained model, including preprocessing.
 
-        A net that was built from the data gives ``label`` and ``probabilities``; any other keeps
+        With ``model=None`` its outputs are ``label`` and ``probabilities``; any other model keeps
         its own outputs.
         """
         check_is_fitted(self, "_net")
@@ -220,8 +225,8 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         op = OpBuilder(work.graph)
         (raw,) = work.graph.outputs
         if self._net.columns == 1:
-            yes = op.Sigmoid(raw)
-            p = op.Concat(op.Sub(1.0, yes), yes, axis=1)
+            positive = op.Sigmoid(raw)
+            p = op.Concat(op.Sub(1.0, positive), positive, axis=1)
         else:
             p = op.Softmax(raw, axis=1)
         p.name = "probabilities"
@@ -253,29 +258,29 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         check_classification_targets(y)
         return y
 
-    def _own_classes(self) -> np.ndarray | None:
+    def _model_classes(self) -> np.ndarray | None:
         known = getattr(self.model, "classes_", None)
         return None if known is None else np.asarray(known)
 
     def _begin(self, X: Any, classes: np.ndarray) -> None:
-        own = self._own_classes()
-        self.classes_ = classes if own is None else own
+        model_classes = self._model_classes()
+        self.classes_ = classes if model_classes is None else model_classes
         if len(self.classes_) < 2:
             raise ValueError(
-                f"a classifier needs two classes or more, got one class: {self.classes_!r}"
+                f"a classifier needs at least two classes, got one class: {self.classes_!r}"
             )
         self._start(X, 1 if len(self.classes_) == 2 else len(self.classes_))
         columns = self._net.columns
         if columns != len(self.classes_) and not (columns == 1 and len(self.classes_) == 2):
             raise PrepareError(
                 f"the model's output has {columns} column(s) for {len(self.classes_)} classes\n"
-                "hint: one column per class, or one for two classes; see `output`"
+                "hint: select an output with one column per class (or one for two) with output=..."
             )
 
     def _encode(self, y: np.ndarray) -> np.ndarray:
-        strange = np.setdiff1d(y, self.classes_)
-        if len(strange):
-            raise ValueError(f"y has classes that are not known: {strange!r}")
+        unknown = np.setdiff1d(y, self.classes_)
+        if len(unknown):
+            raise ValueError(f"y has unknown classes {unknown!r} (expected {self.classes_!r})")
         order = np.argsort(self.classes_)
         return order[np.searchsorted(self.classes_[order], y)]
 

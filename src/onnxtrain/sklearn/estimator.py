@@ -1,4 +1,4 @@
-"""What regressors and classifiers share: data in, epochs, stopping, state."""
+"""The base of regressor and classifier: input validation, training loop, early stopping, state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sklearn.utils.validation import (
     validate_data,
 )
 
-from onnxtrain.errors import PrepareError
+from onnxtrain.errors import PrepareError, expected_one_of
 from onnxtrain.optim import OPTIMIZERS, Optimizer
 from onnxtrain.optim import resolve as resolve_optimizer
 from onnxtrain.runtime import session as runtime
@@ -33,9 +33,9 @@ _NO_Y = object()
 
 
 class OnnxEstimator(BaseEstimator):
-    """Trains an ONNX graph by mini-batches; base of :class:`OnnxRegressor` and classifier."""
+    """Base of :class:`OnnxRegressor` and :class:`OnnxClassifier`: train a graph in mini-batches."""
 
-    # Sessions and nets live outside: everything here can be pickled.
+    # Sessions are in the cache of nets.py: all attributes here can be pickled.
     _net: Net
     _values: dict[str, np.ndarray]
     _state: dict[str, np.ndarray]
@@ -46,7 +46,7 @@ class OnnxEstimator(BaseEstimator):
     n_iter_: int
     loss_curve_: list[float]
     best_loss_: float
-    # Settings; each estimator names them in its constructor, as scikit-learn wants it.
+    # Hyperparameters. Each estimator repeats them in its constructor: scikit-learn inspects it.
     model: Any
     hidden_layer_sizes: Any
     activation: str
@@ -77,20 +77,18 @@ class OnnxEstimator(BaseEstimator):
         raise NotImplementedError
 
     def score(self, *data: Any, **options: Any) -> float:
-        """Return the score of predictions for rows; estimators say which."""
+        """Return R^2 or the accuracy of predictions."""
         raise NotImplementedError
 
     def __sklearn_clone__(self) -> Any:
-        """Return an unfitted copy; ``model`` is shared, for a fitted pipeline must stay fitted."""
+        """Return an unfitted copy that shares ``model``: cloning would unfit a fitted pipeline."""
         settings = self.get_params(deep=False)
         model = settings.pop("model")
         kind: Any = type(self)
         return kind(model, **{k: clone(v, safe=False) for k, v in settings.items()})
 
-    # -- data ---------------------------------------------------------------------------------
-
     def _is_table(self, X: Any) -> bool:
-        """Return whether X is to be fed by column: a data frame for a model of several inputs."""
+        """Return whether X is a data frame whose columns are inputs of the model."""
         return self.model is not None and hasattr(X, "columns")
 
     def _check(self, X: Any, y: Any = _NO_Y, *, reset: bool, **options: Any) -> Any:
@@ -121,18 +119,18 @@ class OnnxEstimator(BaseEstimator):
             return {name: np.ascontiguousarray(array.astype(kind, copy=False))}
         if not hasattr(X, "columns"):
             raise PrepareError(
-                f"the model takes {', '.join(n for n, _ in inputs)}\n"
-                "hint: give a data frame with these columns"
+                f"the model has the inputs {', '.join(n for n, _ in inputs)}\n"
+                "hint: pass a data frame with these columns"
             )
         missing = [n for n, _ in inputs if n not in X.columns]
         if missing:
-            raise PrepareError(f"columns missing from X: {', '.join(missing)}")
+            raise PrepareError(f"X lacks the columns {', '.join(missing)}")
         return {n: _column(X[n], kind) for n, kind in inputs}
 
     def _make_net(
         self, X: Any, outputs: int, random: np.random.RandomState
     ) -> tuple[Net, dict[str, np.ndarray]]:
-        """Return the net and its first parameters."""
+        """Return the net and its initial parameters."""
         if self.model is None:
             hidden = np.atleast_1d(np.asarray(self.hidden_layer_sizes, int))
             sizes = [int(n) for n in (X.shape[1], *hidden, outputs)]
@@ -150,8 +148,8 @@ class OnnxEstimator(BaseEstimator):
                 empty = {n: np.zeros_like(a) for n, a in weights.items()}
                 return self._cut(X, dense_net(self.activation, empty), key)
 
-            plain = all(isinstance(n, str | None) for n in (self.train, self.freeze))
-            return cached(("net", *key) if plain else None, make), weights
+            hashable = all(isinstance(n, str | None) for n in (self.train, self.freeze))
+            return cached(("net", *key) if hashable else None, make), weights
         model = self.model
         if hasattr(model, "get_params") and not isinstance(model, type):
             model = convert(model, X)
@@ -159,14 +157,13 @@ class OnnxEstimator(BaseEstimator):
         return net, net.initial()
 
     def _cut(self, X: Any, model: Any, key: tuple[Any, ...] | None) -> Net:
-        def rows(given: ir.Model) -> dict[str, np.ndarray]:
-            inputs = [(x.name or "", _kind(x)) for x in given.graph.inputs]
-            few = X[:3] if len(X) >= 3 else _repeated(X)
-            return self._feeds(few, inputs)
+        def sample_rows(model: ir.Model) -> dict[str, np.ndarray]:
+            inputs = [(x.name or "", _kind(x)) for x in model.graph.inputs]
+            return self._feeds(X[:3] if len(X) >= 3 else _repeat_to_three(X), inputs)
 
         return split_model(
             model,
-            rows,
+            sample_rows,
             classifier=self._classifies,
             output=self.output,
             from_logits=getattr(self, "from_logits", None),
@@ -175,36 +172,33 @@ class OnnxEstimator(BaseEstimator):
             kind_key=key,
         )
 
-    # -- settings -----------------------------------------------------------------------------
-
     def _optimizer(self) -> Optimizer:
         if isinstance(self.optimizer, str) and self.optimizer not in OPTIMIZERS:
             raise PrepareError(
-                f"no such optimizer: {self.optimizer!r}\nhint: one of {', '.join(OPTIMIZERS)}"
+                f"unknown optimizer: {self.optimizer!r} "
+                f"{expected_one_of(self.optimizer, OPTIMIZERS)}"
             )
         return resolve_optimizer(self.optimizer)
 
     def _check_settings(self) -> None:
         problems = [
-            f"{name} must be {what}: {getattr(self, name)!r}"
-            for name, what, fine in (
+            f"{name} must be {condition}, got {getattr(self, name)!r}"
+            for name, condition, valid in (
                 ("learning_rate", "positive", lambda v: v > 0),
                 ("batch_size", "at least 1", lambda v: v >= 1),
                 ("max_iter", "at least 1", lambda v: v >= 1),
                 ("n_iter_no_change", "at least 1", lambda v: v >= 1),
                 ("validation_fraction", "between 0 and 1", lambda v: 0 < v < 1),
             )
-            if not fine(getattr(self, name))
+            if not valid(getattr(self, name))
         ]
         if problems:
             raise PrepareError("; ".join(problems))
         runtime.check_device(self.device)
 
-    # -- training -----------------------------------------------------------------------------
-
     def _start(self, X: Any, outputs: int) -> None:
-        """Begin anew: a net, its first parameters, optimizer state at rest."""
-        # The first draws are those of scikit-learn's nets: the same random_state, the same start.
+        """Create the net, its initial parameters and an empty optimizer state."""
+        # Draw in the order of scikit-learn's MLP: the same random_state gives the same parameters.
         self._random = check_random_state(self.random_state)
         self._net, self._values = self._make_net(X, outputs, self._random)
         self._seed = 0.0 if self.model is None else float(self._random.randint(0, _SEEDS))
@@ -223,15 +217,15 @@ class OnnxEstimator(BaseEstimator):
         *,
         stopping: bool,
     ) -> None:
-        """Train for some epochs on data that has been checked."""
-        held = None
+        """Train for at most ``epochs`` epochs on validated data; ``stopping`` allows fewer."""
+        validation = None
         if stopping and self.early_stopping:
-            X, y, weight, held = self._hold_out(X, y, weight)
+            X, y, weight, validation = self._hold_out(X, y, weight)
         session = Epochs(self, X, y, weight)
-        best, waiting = -np.inf, 0
-        kept: dict[str, np.ndarray] | None = None
+        best, stale_epochs = -np.inf, 0
+        best_values: dict[str, np.ndarray] | None = None
         scores: list[float] = []
-        self.validation_scores_ = scores if held is not None else None
+        self.validation_scores_ = scores if validation is not None else None
         self.best_validation_score_ = None
         for _ in range(epochs):
             loss = session.run()
@@ -240,57 +234,57 @@ class OnnxEstimator(BaseEstimator):
             if not np.isfinite(loss):
                 raise ValueError(
                     f"the loss is {loss} after {self.n_iter_} epochs\n"
-                    "hint: a smaller learning_rate, or scaled data"
+                    "hint: lower learning_rate, or scale the data"
                 )
             if self.verbose:
                 print(f"epoch {self.n_iter_}: loss {loss:.6g}")
             if not stopping:
                 continue
             score = -loss
-            if held is not None:
+            if validation is not None:
                 session.store()
-                score = self.score(*held)
+                score = self.score(*validation)
                 scores.append(score)
             if score > best + (self.tol or 0.0) or best == -np.inf:
-                waiting = 0
+                stale_epochs = 0
             else:
-                waiting += 1
+                stale_epochs += 1
             if score > best:
                 best = score
-                kept = dict(self._values) if held is not None else None
-            if self.tol is not None and waiting >= self.n_iter_no_change:
+                best_values = dict(self._values) if validation is not None else None
+            if self.tol is not None and stale_epochs >= self.n_iter_no_change:
                 break
         else:
             if stopping and self.tol is not None:
                 warnings.warn(
-                    f"max_iter={epochs} reached, and the loss still falls; "
-                    "raise it, or set tol=None to train for a fixed time",
+                    f"max_iter={epochs} reached before convergence; "
+                    "raise max_iter, or set tol=None to train for a fixed number of epochs",
                     ConvergenceWarning,
                     stacklevel=3,
                 )
         session.store()
-        if kept is not None:
-            self._values, self.best_validation_score_ = kept, best
+        if best_values is not None:
+            self._values, self.best_validation_score_ = best_values, best
         self.loss_ = self.loss_curve_[-1]
         self.best_loss_ = min(self.best_loss_, *self.loss_curve_)
 
     def _hold_out(self, X: Any, y: np.ndarray, weight: np.ndarray | None) -> Any:
-        several = self._classifies and len(np.unique(y)) > 1
+        stratify = self._classifies and len(np.unique(y)) > 1
         columns = [X, y] if weight is None else [X, y, weight]
         parts: list[Any] = train_test_split(
             *columns,
             random_state=self._random,
             test_size=self.validation_fraction,
-            stratify=y if several else None,
+            stratify=y if stratify else None,
         )
-        held = [parts[1], self._decode(parts[3]), *(parts[5:6])]
-        return parts[0], parts[2], None if weight is None else parts[4], held
+        validation = [parts[1], self._decode(parts[3]), *(parts[5:6])]
+        return parts[0], parts[2], None if weight is None else parts[4], validation
 
     def _decode(self, y: np.ndarray) -> np.ndarray:
         return y
 
     def _run(self, X: Any) -> np.ndarray:
-        """Return raw predictions for checked data."""
+        """Return raw predictions for validated data."""
         feeds = self._net.preprocess(self._feeds(X, self._net.inputs))
         threads = self._net.threads(self.threads, min(len(X), 64), self._values)
         return self._net.run(self._values, feeds, device=self.device, threads=threads)
@@ -315,17 +309,17 @@ class OnnxEstimator(BaseEstimator):
 
     @property
     def parameters_(self) -> dict[str, np.ndarray]:
-        """Trained parameters by name, copies."""
+        """Copies of the trained parameters, by name."""
         check_is_fitted(self, "_net")
         return {n: np.array(self._values[n]) for n in self._net.parameters}
 
     def to_onnx(self) -> onnx.ModelProto:
-        """Return the trained model, pre-processing included."""
+        """Return the trained model, including preprocessing."""
         check_is_fitted(self, "_net")
         return self._net.trained(self._values)
 
     def __sklearn_is_fitted__(self) -> bool:
-        """Return whether there is a net."""
+        """Return whether ``fit`` or ``partial_fit`` has run."""
         return hasattr(self, "_net")
 
 
@@ -340,6 +334,6 @@ def _column(values: Any, kind: str) -> np.ndarray:
     return array.astype(object if kind == "str" else kind)
 
 
-def _repeated(X: Any) -> Any:
-    pick = np.resize(np.arange(len(X)), 3)
-    return X.iloc[pick] if hasattr(X, "iloc") else X[pick]
+def _repeat_to_three(X: Any) -> Any:
+    rows = np.resize(np.arange(len(X)), 3)
+    return X.iloc[rows] if hasattr(X, "iloc") else X[rows]

@@ -1,4 +1,4 @@
-"""A regressor that trains an ONNX graph."""
+"""``OnnxRegressor``: train an ONNX graph for regression."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from onnxtrain.sklearn.estimator import OnnxEstimator
 
 
 class OnnxRegressor(MultiOutputMixin, RegressorMixin, OnnxEstimator):
-    """Fits a linear net, a multi-layer perceptron or any ONNX graph to numbers.
+    """Train a linear model, a multi-layer perceptron or any ONNX graph for regression.
 
     Args:
         model: a path, bytes, ``ModelProto`` or ``ir.Model``; a fitted scikit-learn estimator or
-            pipeline, whose last step is trained; ``None`` builds a net from the data.
-        hidden_layer_sizes: of that net; none for a linear model.
-        activation: of that net: ``"relu"``, ``"tanh"``, ``"logistic"`` or ``"identity"``.
-        loss: ``"squared_error"`` (half the mean square, as scikit-learn), ``"absolute_error"``,
+            pipeline, whose last step is trained; ``None`` builds a multi-layer perceptron.
+        hidden_layer_sizes: hidden layers of that perceptron; none for a linear model.
+        activation: its activation: ``"relu"``, ``"tanh"``, ``"logistic"`` or ``"identity"``.
+        loss: ``"squared_error"`` (half the mean square, as in scikit-learn), ``"absolute_error"``,
             ``"huber"``, a name or object of ``onnxtrain.losses``, or a function
-            ``(op, prediction, target)`` that gives one number per element.
+            ``(op, prediction, target)`` that returns one value per element.
         optimizer: a name or an object of ``onnxtrain.optim``; ``learning_rate`` replaces its own.
-        learning_rate: of each step, before the schedule.
-        schedule: a name or object of ``onnxtrain.optim.schedules``; steps are batches.
+        learning_rate: base learning rate, before the schedule.
+        schedule: a name or object of ``onnxtrain.optim.schedules``; each batch is one step.
         batch_size: rows per step.
-        max_iter: the largest number of epochs.
-        shuffle: whether each epoch has an order of its own.
-        penalty: ``"l1"``, ``"l2"``, ``"elasticnet"`` or ``None``, a part of the loss.
-        alpha: the factor of the penalty.
-        l1_ratio: the part of l1 in ``"elasticnet"``.
-        tol: what counts as an improvement of the loss, or of the score if stopping early; ``None``
-            trains for exactly ``max_iter`` epochs.
-        n_iter_no_change: how many epochs without improvement end the training.
-        early_stopping: hold rows out, and keep the parameters with the best score on them.
-        validation_fraction: how many rows that are.
-        warm_start: whether ``fit`` goes on from the last one.
-        train: names or globs of the parameters to train; all unless given.
-        freeze: names or globs of parameters to leave as they are.
-        output: the output to train on; the first float output unless given.
-        random_state: of first parameters, order of rows, dropout.
-        threads: of onnxruntime; ``None`` takes one for small nets.
+        max_iter: maximum number of epochs.
+        shuffle: shuffle the rows in each epoch.
+        penalty: ``"l1"``, ``"l2"``, ``"elasticnet"`` or ``None``; added to the loss.
+        alpha: factor of the penalty.
+        l1_ratio: share of l1 in ``"elasticnet"``.
+        tol: minimum improvement of the loss, or of the validation score with ``early_stopping``;
+            ``None`` trains for exactly ``max_iter`` epochs.
+        n_iter_no_change: stop after this many epochs without improvement.
+        early_stopping: hold out validation rows and restore the parameters with the best score.
+        validation_fraction: fraction of the rows to hold out.
+        warm_start: continue from the previous ``fit``.
+        train: names or globs of the parameters to train; all by default.
+        freeze: names or globs of the parameters to freeze.
+        output: the output to train on; by default the first float output.
+        random_state: random seed for initialization, shuffling and dropout.
+        threads: threads of onnxruntime; ``None`` uses one for small nets and all cores for others.
         device: ``"cpu"`` or ``"cuda"``.
-        verbose: whether to print the loss of every epoch.
+        verbose: print the loss of every epoch.
 
     Attributes:
         loss_curve_: mean loss of each epoch.
@@ -115,18 +115,18 @@ class OnnxRegressor(MultiOutputMixin, RegressorMixin, OnnxEstimator):
         self.verbose = verbose
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> OnnxRegressor:
-        """Train, from the start unless ``warm_start``; rows may have weights."""
+        """Train, from scratch unless ``warm_start``."""
         self._check_settings()
-        going_on = self.warm_start and self.__sklearn_is_fitted__()
-        X, y = self._check(X, y, reset=not going_on, multi_output=True, y_numeric=True)
-        if not going_on:
+        resume = self.warm_start and self.__sklearn_is_fitted__()
+        X, y = self._check(X, y, reset=not resume, multi_output=True, y_numeric=True)
+        if not resume:
             self._begin(X, y)
         weight = self._weights_of(sample_weight, X, normalize=True)
         self._train(X, self._targets(y), weight, int(self.max_iter), stopping=True)
         return self
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> OnnxRegressor:
-        """Train for one epoch on these rows, going on from what there is."""
+        """Train for one epoch on these rows, from the current parameters."""
         self._check_settings()
         first = not self.__sklearn_is_fitted__()
         X, y = self._check(X, y, reset=first, multi_output=True, y_numeric=True)
@@ -152,8 +152,8 @@ class OnnxRegressor(MultiOutputMixin, RegressorMixin, OnnxEstimator):
         columns = 1 if y.ndim == 1 else y.shape[1]
         if columns != self._net.columns:
             raise PrepareError(
-                f"y has {columns} column(s), the model's output {self._net.columns}\n"
-                "hint: another `output`, or another model"
+                f"y has {columns} column(s), the model's output has {self._net.columns}\n"
+                "hint: select another output with output=..."
             )
         return y
 
