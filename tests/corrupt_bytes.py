@@ -1,4 +1,4 @@
-"""Damage of the bytes of a file, as hypothesis draws it."""
+"""Random corruption of a file's bytes, drawn by hypothesis."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Graphs with bfloat16 nodes for runtimes that have none: computed in float32, results rounded.
+"""Emulate bfloat16 nodes on runtimes without bfloat16: compute in float32, round the results.
 
-That is what kernels with float32 sums compute, up to the order of sums.
+Kernels with float32 accumulation compute the same, up to the order of sums.
 """
 
 from __future__ import annotations

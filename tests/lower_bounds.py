@@ -1,7 +1,7 @@
 """The oldest releases that ``pyproject.toml`` allows: ``python tests/lower_bounds.py FOLDER``.
 
 ``make lower-bounds`` installs them into an environment of their own and runs :data:`FAST` there.
-It needs nothing but the standard library.
+It needs only the standard library.
 """
 
 from __future__ import annotations

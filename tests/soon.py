@@ -1,4 +1,4 @@
-"""Limits of time that hold on a busy machine."""
+"""Time limits that hold on a busy machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public contract: names and order of inputs and outputs, what `wrt` means, the numbers."""
+"""The public contract: names and order of inputs and outputs, what `wrt` means, the values."""
 
 from __future__ import annotations
 

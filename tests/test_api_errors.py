@@ -1,4 +1,4 @@
-"""What the public functions refuse, and rules that users register."""
+"""Errors of the public functions, and rules that users register."""
 
 from __future__ import annotations
 
@@ -206,20 +206,20 @@ def test_several_outputs_in_a_rule_of_the_user(own_rules: None) -> None:
     np.testing.assert_allclose(stock(onnxtrain.vjp(model, "x"))([x, da, db])[2], [*-da, *-db])
 
 
-QUANTISED = """g (float[4] x) => (float[4] y) <float s = {0.1}, uint8 z = {128}> {
+QUANTIZED = """g (float[4] x) => (float[4] y) <float s = {0.1}, uint8 z = {128}> {
     q = QuantizeLinear(x, s, z)  d = DequantizeLinear(q, s, z)  y = Mul(d, d) }"""
 
 
-def test_quantisation_is_refused_without_a_rule() -> None:
+def test_quantization_is_refused_without_a_rule() -> None:
     with pytest.raises(errors.UndifferentiableError, match="node 'q': QuantizeLinear") as caught:
-        onnxtrain.vjp(parse(QUANTISED), "x")
+        onnxtrain.vjp(parse(QUANTIZED), "x")
     assert "onnxtrain.register_vjp('QuantizeLinear')" in str(caught.value)
-    assert not onnxtrain.explain(parse(QUANTISED), "x").differentiable
+    assert not onnxtrain.explain(parse(QUANTIZED), "x").differentiable
 
 
 def test_straight_through(own_rules: None) -> None:
     onnxtrain.register_vjp("QuantizeLinear")(lambda op, dy, x, scale, zero=None: op.Div(dy, scale))
-    made = onnxtrain.vjp(parse(QUANTISED), "x")
+    made = onnxtrain.vjp(parse(QUANTIZED), "x")
     x, dy = np.float32([0.32, -0.5, 1.04, 0.0]), np.float32([1, 2, 3, 4])
     y, dx = stock(made)([x, dy])
     rounded = np.round(x, 1)

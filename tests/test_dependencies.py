@@ -1,4 +1,4 @@
-"""What is declared about other packages is enough, and no more than enough."""
+"""The declared dependencies are complete and minimal."""
 
 from __future__ import annotations
 

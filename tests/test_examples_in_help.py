@@ -1,4 +1,4 @@
-"""What help texts give as an example can be given, and what cannot be given is refused by name."""
+"""Examples in help texts are valid, and invalid values raise an error that names them."""
 
 from __future__ import annotations
 

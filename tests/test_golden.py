@@ -1,4 +1,4 @@
-"""The gradient graphs of three small models as text, so that a review shows the graph that changed.
+"""The gradient graphs of three small models as text, so that a review shows the changed graph.
 
 ``UPDATE_GOLDEN=1 pytest tests/test_golden.py`` rewrites the files of ``tests/golden``.
 """

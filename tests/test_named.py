@@ -1,4 +1,4 @@
-"""Classes by name: one decorator is all it takes to add one."""
+"""Classes by name: one decorator adds a class."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def shapes() -> Registry[object]:
     @dataclasses.dataclass(frozen=True)
     class Square:
         side: float
-        colour: str = "red"
+        color: str = "red"
 
     return registry
 
@@ -102,7 +102,7 @@ def test_a_mapping_in_the_order_of_registration() -> None:
     assert registry["box"] is registry["square"]
     assert "Box" not in registry
     assert registry.find("Box") is registry["box"]
-    assert registry.make("box:side=2", {"side": 3, "colour": "blue"}) == registry["box"](2, "blue")
+    assert registry.make("box:side=2", {"side": 3, "color": "blue"}) == registry["box"](2, "blue")
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_mapping_in_the_order_of_registration() -> None:
     [
         ("sqare", "unknown shape: 'sqare'\nhint: did you mean square?"),
         ("zzz", "unknown shape: 'zzz' (expected one of square, box)"),
-        ("square:size=1", "square has no option 'size'\nhint: it has side, colour"),
+        ("square:size=1", "square has no option 'size'\nhint: it has side, color"),
         ("square", "square needs side\nhint: write square:side=..."),
         ("square:side", "not an option: 'side' in 'square:side'\nhint: write name:key=value"),
     ],

@@ -1,4 +1,4 @@
-"""A second oracle: onnx-ad differentiates the same graphs by rules of its own."""
+"""A second oracle: onnx-ad differentiates the same graphs with its own rules."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tests.cases.collect import CASES, FAMILIES, load_family
 
 
 def parametrize_cases(check: str) -> pytest.MarkDecorator:
-    """Parametrise a test over all cases, with the expected failures of this check marked."""
+    """Parametrize a test over all cases, with the expected failures of this check marked."""
     params = []
     for case in CASES:
         head, _, reason = case.xfail.partition(":")

@@ -1,4 +1,4 @@
-"""The first screen of the README; its code is run by tests/docs."""
+"""The first screen of the README; tests/docs runs its code."""
 
 from __future__ import annotations
 

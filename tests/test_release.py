@@ -1,4 +1,4 @@
-"""What a release needs: one version, a changelog, files for GitHub, links that can be followed."""
+"""Requirements of a release: one version, a changelog, files for GitHub, working links."""
 
 from __future__ import annotations
 

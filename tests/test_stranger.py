@@ -1,4 +1,4 @@
-"""What the release check pastes of the first pages, and the address that it puts into links."""
+"""The code that the release check takes from the first pages, and the address in its links."""
 
 from __future__ import annotations
 

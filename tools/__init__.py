@@ -1,1 +1,1 @@
-"""What maintainers run: versions, releases, the oldest runtime that works."""
+"""Commands for maintainers: versions, releases, the oldest supported runtime."""

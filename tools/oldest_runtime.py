@@ -1,8 +1,8 @@
-"""Find the oldest onnxruntime that works: ``python -m tools.oldest_runtime FOLDER``.
+"""Find the oldest supported onnxruntime: ``python -m tools.oldest_runtime FOLDER``.
 
-Releases are tried by bisection, oldest requirements for all else, with the fast tests of
-``tests/lower_bounds.py`` (``--tests`` for others). A release that pip cannot install counts as one
-that does not work.
+Releases are tried by bisection, with the oldest versions of all other packages, with the fast tests
+of ``tests/lower_bounds.py`` (``--tests`` for others). A release that pip cannot install counts as
+one that does not work.
 """
 
 from __future__ import annotations

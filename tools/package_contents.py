@@ -1,4 +1,4 @@
-"""What wheel, source archive and npm tarball must hold, and must not."""
+"""Required and forbidden files of wheel, source archive and npm tarball."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands as a stranger would run them: a fresh environment, nothing of this one."""
+"""Run commands in a fresh environment that inherits nothing from this one."""
 
 from __future__ import annotations
 

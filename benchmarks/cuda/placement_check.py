@@ -29,7 +29,7 @@ STEPS, ROWS = 20, 8
 
 
 def network(target: str) -> nn.Module:
-    """Return strided convolutions and a head; normalised where CUDA takes what is built."""
+    """Return strided convolutions and a head; normalized where CUDA takes what is built."""
     torch.manual_seed(0)
     norm = nn.BatchNorm2d if target == "cuda" else nn.Identity
     return nn.Sequential(

@@ -109,7 +109,7 @@ class Listener(nn.Module):
 
 
 class Block(nn.Module):
-    """Two convolutions with group normalisation and a way around them, as in diffusion nets."""
+    """Two convolutions with group normalization and a way around them, as in diffusion nets."""
 
     def __init__(self, a: int, b: int) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ TARGETS = {
     ("mlp", "jax-js wasm"): 3.0,
     ("cnn", "jax-js wasm"): 10.0,
 }
-COLOURS = ["#2563eb", "#93c5fd", "#d97706", "#059669", "#6ee7b7", "#9333ea"]
+COLORS = ["#2563eb", "#93c5fd", "#d97706", "#059669", "#6ee7b7", "#9333ea"]
 
 
 def table(group: dict[str, Any]) -> list[str]:
@@ -133,7 +133,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     """Draw the ratios on wasm."""
     groups = [g for g in results["groups"] if g["device"] == "wasm"]
     names = dict.fromkeys(r["name"] for g in groups for r in g["rows"] if "ratio" in r)
-    colours = dict(zip(names, COLOURS, strict=False))
+    colors = dict(zip(names, COLORS, strict=False))
     down = -(-len(groups) // 2)
     figure, axes = plt.subplots(down, 2, figsize=(9.6, 2.2 * down), squeeze=False)
     for axis in axes.flat[len(groups) :]:
@@ -149,7 +149,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
             places,
             values,
             xerr=[below, above],
-            color=[colours[r["name"]] for r in rows],
+            color=[colors[r["name"]] for r in rows],
             error_kw={"lw": 0.8},
         )
         axis.axvline(1, color="#334155", lw=0.8)

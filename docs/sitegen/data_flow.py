@@ -28,7 +28,7 @@ def data_flow() -> str:
     parts = []
     for i, name in enumerate(WAYS_IN):
         y = middle + 60 * (i - 1) - 18
-        parts += [box(16, y, 140, 36, [name], "grey"), sideways(156, y + 18, 206, 42)]
+        parts += [box(16, y, 140, 36, [name], "gray"), sideways(156, y + 18, 206, 42)]
     for i, (name, folder) in enumerate(rows):
         y = 24 + 44 * i
         parts.append(box(208, y, 190, 36, [name, folder], "blue"))

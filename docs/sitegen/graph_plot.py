@@ -28,8 +28,8 @@ def graph_plot(model: onnx.ModelProto, title: str, max_nodes: int = 60) -> str:
             depth[output], sources[output] = level, key
         depth[key] = level
         made = [o for o in node.output if o in {v.name for v in model.graph.output}]
-        colour = "orange" if node.name.startswith("grad") else "blue"
-        items.append((key, [node.op_type, *made], colour, [sources[n] for n in inputs]))
+        color = "orange" if node.name.startswith("grad") else "blue"
+        items.append((key, [node.op_type, *made], color, [sources[n] for n in inputs]))
     return _drawn(items, depth, title)
 
 
@@ -46,9 +46,9 @@ def _drawn(
         for i, key in enumerate(row):
             places[key] = (left + i * (WIDE + GAP), 16 + level * ROW)
     arrows, boxes = [], []
-    for key, lines, colour, inputs in items:
+    for key, lines, color, inputs in items:
         x, y = places[key]
-        boxes.append(box(x, y, WIDE, HIGH, lines[:2], colour))
+        boxes.append(box(x, y, WIDE, HIGH, lines[:2], color))
         for source in inputs:
             from_x, from_y = places[source]
             arrows.append(arrow(from_x + WIDE / 2, from_y + HIGH, x + WIDE / 2, y))

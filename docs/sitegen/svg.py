@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 FONT = "font-family='system-ui, sans-serif'"
 INK, PAPER, LINE = "#1f2933", "#ffffff", "#7b8794"
-COLORS = {"blue": "#dbeafe", "green": "#dcfce7", "orange": "#ffedd5", "grey": "#f1f5f9"}
+COLORS = {"blue": "#dbeafe", "green": "#dcfce7", "orange": "#ffedd5", "gray": "#f1f5f9"}
 
 
 def box(
-    x: float, y: float, wide: float, high: float, lines: Sequence[str], colour: str = "grey"
+    x: float, y: float, wide: float, high: float, lines: Sequence[str], color: str = "gray"
 ) -> str:
-    """Return a box with centred lines; the first is bold."""
+    """Return a box with centered lines; the first is bold."""
     frame = (
         f"<rect x='{x:g}' y='{y:g}' width='{wide:g}' height='{high:g}' rx='6' "
-        f"fill='{COLORS[colour]}' stroke='{LINE}'/>"
+        f"fill='{COLORS[color]}' stroke='{LINE}'/>"
     )
     parts = [frame]
     top = y + high / 2 - 8 * (len(lines) - 1) + 4.5

@@ -1,4 +1,4 @@
-"""The page of the GPU: verdicts and rows, from figures made up here."""
+"""The GPU page: verdicts and rows, from synthetic figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines of the fine-tuning benchmark: answers in turn, and a named error where one dies."""
+"""Engines of the fine-tuning benchmark: answers in turn, and a named error if one dies."""
 
 from __future__ import annotations
 

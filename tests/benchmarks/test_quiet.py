@@ -1,4 +1,4 @@
-"""A page is written only from a run without other work on the machine."""
+"""A page is written only from a run on an otherwise idle machine."""
 
 from __future__ import annotations
 

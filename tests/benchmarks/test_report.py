@@ -1,4 +1,4 @@
-"""Tables, from cells that were made up."""
+"""Tables from synthetic cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmark harness makes of numbers."""
+"""Verdicts of the benchmark harness on measurements."""
 
 from __future__ import annotations
 

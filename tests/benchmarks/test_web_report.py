@@ -1,4 +1,4 @@
-"""The page of what is timed in a browser."""
+"""The page of the browser benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases for batch normalisation, on the batch's statistics and on given ones."""
+"""Cases for batch normalization, with batch statistics and with running statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks asked about every op case. Each raises if the answer is no."""
+"""The checks of every op case. Each raises if it fails."""
 
 from __future__ import annotations
 

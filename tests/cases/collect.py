@@ -1,4 +1,4 @@
-"""Finding the cases: every module of tests.cases that has a list ``CASES``."""
+"""Collect the cases: every module of tests.cases that has a list ``CASES``."""
 
 from __future__ import annotations
 

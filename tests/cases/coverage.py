@@ -1,4 +1,4 @@
-"""What is known about every operator: how it is differentiated, and by which cases."""
+"""The coverage of every operator: how it is differentiated, and which cases test it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases for elementwise arithmetic and functions of one number."""
+"""Cases for elementwise arithmetic and unary functions."""
 
 from __future__ import annotations
 

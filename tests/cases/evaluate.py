@@ -1,4 +1,4 @@
-"""Running models and oracles: onnx's reference in float64, stock onnxruntime, torch in float64."""
+"""Run models and oracles: onnx's reference in float64, stock onnxruntime, torch in float64."""
 
 from __future__ import annotations
 

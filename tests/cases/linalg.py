@@ -1,4 +1,4 @@
-"""Cases for matrix products and determinants."""
+"""Cases for matmuls and determinants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases for shapes, axes, joining, splitting and repeating."""
+"""Cases for shapes, axes, concatenation, splitting and tiling."""
 
 from __future__ import annotations
 

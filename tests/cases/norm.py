@@ -1,4 +1,4 @@
-"""Cases for normalisation over the axes of one example."""
+"""Cases for normalization over the axes of one sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases for forms of operators that the working opset has no more: `prepare` raises them."""
+"""Cases for operator versions older than the working opset: `prepare` upgrades them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases for tensors made from a few numbers."""
+"""Cases for tensors generated from a few values."""
 
 from __future__ import annotations
 

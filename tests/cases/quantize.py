@@ -1,4 +1,4 @@
-"""Cases for quantised tensors with trainable scales."""
+"""Cases for quantized tensors with trainable scales."""
 
 from __future__ import annotations
 

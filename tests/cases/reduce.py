@@ -1,4 +1,4 @@
-"""Cases for reductions and running totals."""
+"""Cases for reductions and cumulative sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases for Resize: every mode, coordinate transformation and way to give the size."""
+"""Cases for Resize: every mode, coordinate transformation and size specification."""
 
 from __future__ import annotations
 

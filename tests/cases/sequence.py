@@ -1,4 +1,4 @@
-"""Cases for sequences and optionals: with a structure that is known, and one that is not."""
+"""Cases for sequences and optionals: with known and unknown structure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The blocks of code in a page, and what the page says about those that are not run here.
+"""The code blocks of a page, and the reasons for the blocks that do not run here.
 
 A comment right before a block says why it is not run: ``<!-- not run: it needs a GPU -->``. A page
 that needs a package says so once: ``<!-- needs: transformers -->``.

@@ -1,4 +1,4 @@
-"""Pages whose blocks other tests run, and the code that these take off the page.
+"""Pages whose blocks other tests run, and the code that these tests take from the page.
 
 The code comes from the functions and patterns of those tests, so that a block that no test takes is
 noticed.

@@ -53,7 +53,7 @@ def test_every_public_name_is_in_the_api(tmp_path: Path) -> None:
     assert [n for n in public if f"onnxtrain.{n}\n" not in text] == []
 
 
-def test_the_picture_of_a_graph_has_its_nodes() -> None:
+def test_graph_plot_shows_all_nodes() -> None:
     model = onnxtrain.vjp(onnxtrain.examples.digits_model(hidden=2))
     plot = ElementTree.fromstring(graph_plot.graph_plot(model, "small"))
     words = [e.text for e in plot.iter() if e.tag.endswith("text")]

@@ -1,4 +1,4 @@
-"""Ways to evaluate a case's model: double where something can, else float32 on onnxruntime."""
+"""Engines for a case's model: float64 if one supports it, else float32 on onnxruntime."""
 
 import warnings
 from collections.abc import Callable

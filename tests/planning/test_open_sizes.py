@@ -1,4 +1,4 @@
-"""Results whose size no input has: drawn masks, ranges, parts that the runtime has split."""
+"""Values whose size no input has: random masks, ranges, splits."""
 
 from __future__ import annotations
 

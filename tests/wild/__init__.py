@@ -1,1 +1,1 @@
-"""ONNX files that others made: what happens to each by default."""
+"""Third-party ONNX files: what happens to each by default."""

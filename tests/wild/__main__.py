@@ -1,4 +1,4 @@
-"""Judge files that others made: ``python -m tests.wild [--only PATTERN] [--again] [--write]``.
+"""Check third-party files: ``python -m tests.wild [--only PATTERN] [--again] [--write]``.
 
 Each file runs in its own process with a time limit. Results are stored in ``.cache/wild``, or
 where ``ONNXTRAIN_WILD`` says. Files already checked with the present code are skipped, so a stopped

@@ -1,7 +1,7 @@
-"""Each file in a process of its own, which has a limit of time and may crash.
+"""Run each file in its own process, which has a time limit and may crash.
 
-The processes are forks of one that has imported what they need: importing takes longer than
-judging most files.
+The processes are forks of one that has imported the dependencies: importing takes longer than
+checking most files.
 """
 
 from __future__ import annotations

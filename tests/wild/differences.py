@@ -1,4 +1,4 @@
-"""Central differences of an independent loss, and how near a gradient comes to them."""
+"""Central differences of an independent loss, and the error of a gradient against them."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class Differences:
 def settled(steps: Sequence[float], ratios: Sequence[float]) -> float:
     """Return the limit of differences by steps that become smaller.
 
-    Errors fall with the square of the step until rounding takes over: neighbours are extrapolated,
+    Errors fall with the square of the step until rounding takes over: neighbors are extrapolated,
     and of all estimates those that change least from one step to the next count, whatever they are.
     """
     squares = [(a / b) ** 2 for a, b in itertools.pairwise(steps)]

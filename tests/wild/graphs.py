@@ -1,4 +1,4 @@
-"""Small models in the manner of exporters, and what tests ask of them."""
+"""Small models in the style of exporters, and helpers for tests on them."""
 
 from __future__ import annotations
 

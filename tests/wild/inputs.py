@@ -1,4 +1,4 @@
-"""Inputs that a file accepts, found by its names and by trying."""
+"""Find inputs that a file accepts, by their names and by trial."""
 
 from __future__ import annotations
 

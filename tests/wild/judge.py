@@ -1,4 +1,4 @@
-"""One file: gradients against differences, ten steps, and what is exported."""
+"""One file: gradients against differences, ten steps, and the exported model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where files of others, and what was found out about them, are kept."""
+"""Locations of third-party files and of their results."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Graphs of each producer, small enough to be kept: weights are drawn when they are needed.
+"""Graphs of each producer, small enough for the repository: weights are generated on demand.
 
-``python -m tests.wild.samples`` takes them from what ``make wild`` has made.
+``python -m tests.wild.samples`` takes them from the files of ``make wild``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copies of a file with one change: adapters beside quantised products, an output before the last.
+"""Copies of a file with one change: adapters beside quantized matmuls, an output before the last.
 
 Both are made by hand in the protobuf, so that stock onnxruntime runs what is differentiated.
 """
@@ -15,7 +15,7 @@ RANK = 2
 ADAPTERS = ("*.adapter_down", "*.adapter_up")
 SATURATING = {"Sigmoid", "Softmax"}
 VIEWS = {"Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten"}
-QUANTISED = "MatMulNBits"
+QUANTIZED = "MatMulNBits"
 
 
 def with_adapters(path: Path, folder: Path) -> Path | None:
@@ -25,13 +25,13 @@ def with_adapters(path: Path, folder: Path) -> Path | None:
     """
     model = onnx.load(path)
     graph, rng = model.graph, np.random.default_rng(6)
-    if not any(n.op_type == QUANTISED for n in graph.node):
+    if not any(n.op_type == QUANTIZED for n in graph.node):
         return None
     types = {t.name: t.data_type for t in graph.initializer}
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
         nodes.append(node)
-        if node.op_type != QUANTISED:
+        if node.op_type != QUANTIZED:
             continue
         sizes = {a.name: a.i for a in node.attribute}
         x, y, name = node.input[0], node.output[0], node.name or node.output[0]

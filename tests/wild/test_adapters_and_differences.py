@@ -1,4 +1,4 @@
-"""The tools that judge files of others: limits of differences, adapters, values before sigmoids."""
+"""Tools that check third-party files: limits of differences, adapters, values before sigmoids."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_the_value_before_the_sigmoid_is_an_output(tmp_path: Path) -> None:
     assert before_saturation(path, name, tmp_path) is None
 
 
-def test_adapters_are_added_beside_quantised_products(tmp_path: Path) -> None:
+def test_adapters_are_added_beside_quantized_products(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     path = saved(
         """g (float[n,32] x) => (float[n,8] y) {

@@ -1,4 +1,4 @@
-"""Tensors without elements: adapters of rank 0, empty defaults. They do not keep others back."""
+"""Tensors without elements: adapters of rank 0, empty defaults. All other tensors train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kept whole families of files from training: one small file for each."""
+"""Patterns that kept whole families of files from training: one small file for each."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ X = {"x": ["batch", 4]}
 
 
 def in_constants() -> onnx.ModelProto:
-    """A net all of whose weights are Constant nodes, batch normalisation included."""
+    """A net all of whose weights are Constant nodes, batch normalization included."""
     nodes = [
         constant("conv.w", random(3, 2, 3)),
         constant("conv.b", random(3)),

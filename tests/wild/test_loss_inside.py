@@ -1,4 +1,4 @@
-"""Files that end in a choice: the loss looks at what is chosen from."""
+"""Files that end in ArgMax or a similar choice: the loss uses the scores before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``make wild`` does where a producer fails, and what its page says of a refusal."""
+"""``make wild`` with a failing producer, and the reasons for refusals on its page."""
 
 from __future__ import annotations
 

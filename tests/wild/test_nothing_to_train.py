@@ -1,4 +1,4 @@
-"""Models that hold nothing to train say so, and say what trains instead."""
+"""Models without trainable parameters raise an error that says what to do instead."""
 
 from __future__ import annotations
 

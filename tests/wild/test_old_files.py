@@ -1,4 +1,4 @@
-"""Files of the first exporters: initializers listed as inputs, some of which nothing reads."""
+"""Files of the first exporters: initializers listed as inputs, some of them unused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import onnxtrain
 from tests.wild import graphs as g
 
 
-def test_counters_of_batch_normalisation(tmp_path: Path) -> None:
+def test_counters_of_batch_normalization(tmp_path: Path) -> None:
     """Such files count batches in a tensor that no node reads; the runtime loads them."""
     weights = {
         "scale": np.ones(3, np.float32),

@@ -1,4 +1,4 @@
-"""What is a parameter follows from its use, not from its type."""
+"""Parameter detection goes by a tensor's use, not by its type."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Y = {"y": ["batch", 8]}
 
 
 def layer_norm_by_hand() -> onnx.ModelProto:
-    """Layer normalisation and Gelu, every number an initializer, as optimisers leave them."""
+    """Layer normalization and Gelu, every number an initializer, as optimizers leave them."""
     nodes = [
         node("MatMul", "x w", "h"),
         node("Add", "h b", "hb"),
         node("ReduceMean", "hb", "mean", axes=[-1]),
-        node("Sub", "hb mean", "centred"),
-        node("Pow", "centred two", "squares"),
+        node("Sub", "hb mean", "centered"),
+        node("Pow", "centered two", "squares"),
         node("ReduceSum", "squares axes", "sum"),
         node("Mul", "sum one_nth", "variance"),
         node("Add", "variance eps", "safe"),
         node("Sqrt", "safe", "deviation"),
-        node("Div", "centred deviation", "scaled"),
+        node("Div", "centered deviation", "scaled"),
         node("Mul", "scaled gamma", "g"),
         node("Add", "g beta", "n"),
         node("Div", "n root_two", "inner"),
@@ -317,7 +317,7 @@ def test_a_single_number_trains_only_by_a_name_that_says_so(name: str, learned: 
     assert (name in onnxtrain.explain(proto).parameters) == learned
 
 
-def test_quantisation_scales_are_no_parameters():
+def test_quantization_scales_are_no_parameters():
     nodes = [
         node("DequantizeLinear", "q scale zero", "w", axis=1),
         node("MatMul", "x w", "h"),

@@ -1,4 +1,4 @@
-"""Files that torch's exporters write, without a list of parameters: roles find the same ones."""
+"""Files of torch's exporters, without a list of parameters: detection finds the same ones."""
 
 from __future__ import annotations
 

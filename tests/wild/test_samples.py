@@ -1,4 +1,4 @@
-"""A graph of each producer is judged in CI as ``make wild`` judges all of them."""
+"""CI checks one graph of each producer as ``make wild`` checks all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks and sizes that a file leaves open, taken from what reads them, or asked for by name."""
+"""Unknown ranks and sizes are inferred from their consumers, or the error names them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nets as onnxruntime's own optimizers and quantisers leave them; ``make wild`` has the rest."""
+"""Nets as onnxruntime's own optimizers and quantizers leave them; ``make wild`` has the rest."""
 
 from __future__ import annotations
 

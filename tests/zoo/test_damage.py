@@ -1,4 +1,4 @@
-"""Exported architectures damaged at random are differentiated or refused, nothing else happens."""
+"""Randomly damaged architectures are differentiated or refused with a named error."""
 
 from __future__ import annotations
 

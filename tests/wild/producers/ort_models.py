@@ -1,4 +1,4 @@
-"""Torch nets as onnxruntime's optimizers and quantisers leave them. Runs where torch is."""
+"""Torch nets as onnxruntime's optimizers and quantizers leave them. Runs where torch is."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Recurrent(nn.Module):
 
 
 def cnn() -> nn.Module:
-    """Return convolutions with normalisation, as a classifier has them."""
+    """Return convolutions with normalization, as a classifier has them."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1),
         nn.BatchNorm2d(8),

@@ -1,4 +1,4 @@
-"""What a zoo model is: a seeded torch module, its seeded example inputs, and their properties."""
+"""The definition of a zoo model: a seeded torch module, seeded example inputs, their properties."""
 
 from __future__ import annotations
 

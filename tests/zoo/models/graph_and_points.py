@@ -69,7 +69,7 @@ class Gat(nn.Module):
 
 @register("graph_sage", normal(7, 5), integers(2, 7, 7))
 class DenseSage(nn.Module):
-    """Batched graphs as adjacency matrices; neighbours are averaged."""
+    """Batched graphs as adjacency matrices; neighbors are averaged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class PointNet(nn.Module):
 
 @register("edge_conv", normal(10, 3))
 class EdgeConv(nn.Module):
-    """Dynamic graph CNN: the three nearest points by distance, edge MLP, max over neighbours."""
+    """Dynamic graph CNN: the three nearest points by distance, edge MLP, max over neighbors."""
 
     def __init__(self) -> None:
         super().__init__()

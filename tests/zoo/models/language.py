@@ -254,7 +254,7 @@ class TransformerLm(nn.Module):
 
 @register("moe", normal(5, 12), fast=True)
 class MixtureOfExperts(nn.Module):
-    """The two best of four experts per token, mixed by their renormalised gates."""
+    """The two best of four experts per token, mixed by their renormalized gates."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -63,7 +63,7 @@ class SegmentationLosses(nn.Module):
 
 @register("simclr", normal(6), normal(6))
 class SimClr(nn.Module):
-    """Normalised temperature-scaled cross entropy between two views."""
+    """Normalized temperature-scaled cross entropy between two views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class SacActor(nn.Module):
 
 @register("dueling_dqn", normal(6))
 class DuelingDqn(nn.Module):
-    """State value plus centred advantages."""
+    """State value plus centered advantages."""
 
     def __init__(self) -> None:
         super().__init__()

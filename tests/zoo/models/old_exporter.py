@@ -1,4 +1,4 @@
-"""Files as older torch versions wrote them: the TorchScript exporter at older opsets."""
+"""Files in the style of older torch versions: the TorchScript exporter at older opsets."""
 
 from __future__ import annotations
 

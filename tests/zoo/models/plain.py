@@ -85,7 +85,7 @@ class Siren(nn.Module):
 
 @register("nerf", normal(3), normal(3), fast=True)
 class Nerf(nn.Module):
-    """Positional encoding, density and colour along each ray, volume rendering."""
+    """Positional encoding, density and color along each ray, volume rendering."""
 
     def __init__(self, samples: int = 8, octaves: int = 3) -> None:
         super().__init__()
