@@ -117,7 +117,7 @@ def test_modes_and_names(module):
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ((), "0 inputs given, the model takes 2: input, labels"),
+        ((), "got 0 inputs, the model has 2: input, labels"),
         ((np.zeros((2, 6), np.float32), None), "labels"),
         ((np.zeros((2, 5), np.float32), np.zeros(2, np.int64)), "input"),
         ((np.zeros((2, 6)), np.zeros(2, np.int64)), "input"),
@@ -312,7 +312,7 @@ def test_what_is_not_ours_is_refused_with_a_reason(folder, state, tmp_path):
     module = Module(
         tmp_path / "training_model.onnx", CheckpointState.load_checkpoint(tmp_path / "checkpoint")
     )
-    with pytest.raises(RuntimeError, match="no optimizer model is described"):
+    with pytest.raises(RuntimeError, match="describes no optimizer model"):
         Optimizer(tmp_path / "training_model.onnx", module)
 
 

@@ -1,4 +1,4 @@
-"""The second old API: forward and backward as two calls, over :func:`onnxtrain.split`.
+"""``TrainingAgent``: forward and backward pass as two calls, on top of :func:`onnxtrain.split`.
 
 >>> builder, config = OrtModuleGraphBuilder(), OrtModuleGraphBuilderConfiguration()
 >>> config.initializer_names = config.initializer_names_to_train = ["fc.weight", "fc.bias"]
@@ -25,40 +25,40 @@ from onnxtrain.compat.ort.graph_builder import (
     TrainingGraphTransformerConfiguration,
 )
 from onnxtrain.compat.ort.state import as_list, as_value, check_value, write_fetches
-from onnxtrain.errors import OnnxTrainError
+from onnxtrain.errors import OnnxTrainError, expected_one_of
 from onnxtrain.runtime import session as runtime
 
 
 class PartialGraphExecutionState:
-    """What one forward pass leaves for its backward pass; one object for each pass."""
+    """The values that one forward pass saves for its backward pass; one object per pass."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] | None = None
         self._owner: TrainingAgent | None = None
 
-    def _keep(self, owner: TrainingAgent, values: dict[str, Any]) -> None:
+    def _save(self, owner: TrainingAgent, values: dict[str, Any]) -> None:
         self._owner, self._values = owner, values
 
     def _take(self, owner: TrainingAgent) -> dict[str, Any]:
         if self._values is None:
             raise OrtError(
                 "Error in backward pass execution: this state holds no forward pass\n"
-                "hint: call run_forward with it first; a state serves one backward pass"
+                "hint: call run_forward with it before each run_backward"
             )
         if self._owner is not owner:
-            raise OrtError("Error in backward pass execution: the state is of another agent")
+            raise OrtError("Error in backward pass execution: the state belongs to another agent")
         values, self._values = self._values, None
         return values
 
 
 class OrtValueCache:
-    """Values by name that forward passes share; here no graph has any to share."""
+    """A cache of values by name; accepted for compatibility, the graphs here share no values."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
 
     def insert(self, node_arg_name: str, value: Any) -> None:
-        """Keep a value, unless there is one of that name."""
+        """Add a value, unless the name exists."""
         self._values.setdefault(node_arg_name, value)
 
     def keys(self) -> list[str]:
@@ -66,37 +66,36 @@ class OrtValueCache:
         return list(self._values)
 
     def count(self, node_arg_name: str) -> int:
-        """Return 1 if there is a value of that name, else 0."""
+        """Return 1 if the name exists, else 0."""
         return int(node_arg_name in self._values)
 
     def clear(self) -> None:
-        """Forget all values."""
+        """Remove all values."""
         self._values.clear()
 
     def remove(self, node_arg_name: str) -> None:
-        """Forget one value."""
+        """Remove one value."""
         if node_arg_name not in self._values:
             raise OrtError(f"NodeArg not found in cache: {node_arg_name}")
         del self._values[node_arg_name]
 
 
 class TrainingAgent:
-    """Runs the forward and the backward pass of a model that a builder made.
+    """Run the forward and the backward pass of a model from ``OrtModuleGraphBuilder``.
 
-    Several forward passes may come before their backward passes, in any order, each with a state of
-    its own.
+    Several forward passes may precede their backward passes, in any order, each with its own state.
 
     Args:
         session: an ``InferenceSession``, or its ``_sess``, of ``get_gradient_model()``.
-        fw_feed_names: the order of what forward passes are given: features, then weights.
-        fw_outputs_device_info: taken for old programs; the session says where it runs.
-        bw_fetches_names: which gradients a backward pass gives, in which order.
+        fw_feed_names: names and order of the forward inputs: features, then weights.
+        fw_outputs_device_info: accepted for compatibility; the session determines the device.
+        bw_fetches_names: names and order of the gradients of a backward pass.
         bw_outputs_device_info: as ``fw_outputs_device_info``.
         local_rank: as ``fw_outputs_device_info``.
 
     Raises:
-        CompatError: if the session's model is not of ``OrtModuleGraphBuilder``, or has no such
-            input or gradient.
+        CompatError: if the session's model is not from ``OrtModuleGraphBuilder``, or lacks an input
+            or gradient.
     """
 
     def __init__(
@@ -121,14 +120,13 @@ class TrainingAgent:
         self._feeds, known = list(fw_feed_names), [*parts.inputs]
         if sorted(self._feeds) != sorted(known):
             raise OrtError(
-                f"fw_feed_names are {', '.join(self._feeds)}; the model takes {', '.join(known)}"
+                f"fw_feed_names are {', '.join(self._feeds)}; the model has {', '.join(known)}"
             )
         self._fetches = list(parts.gradients if bw_fetches_names is None else bw_fetches_names)
-        strange = [n for n in self._fetches if n not in parts.gradients]
-        if strange:
-            raise OrtError(
-                f"no such gradient: {', '.join(strange)}\nhint: {', '.join(parts.gradients)}"
-            )
+        unknown = [n for n in self._fetches if n not in parts.gradients]
+        if unknown:
+            expected = expected_one_of(unknown[0], parts.gradients)
+            raise OrtError(f"unknown gradient: {', '.join(unknown)} {expected}")
 
     def run_forward(
         self,
@@ -137,56 +135,56 @@ class TrainingAgent:
         state: PartialGraphExecutionState,
         cache: OrtValueCache | None = None,
     ) -> None:
-        """Put the outputs of the model into ``fetches``, and what backward needs into ``state``.
+        """Append the outputs to ``fetches``, and save the values for backward in ``state``.
 
         Args:
-            feeds: arrays or OrtValues, in the order of ``fw_feed_names``. An OrtValue that the
-                backward pass reads must not change before that.
+            feeds: arrays or OrtValues, in the order of ``fw_feed_names``. Do not change
+                OrtValues in place before the backward pass.
             fetches: a list or an ``OrtValueVector``.
-            state: of this pass.
-            cache: taken for old programs.
+            state: a new state for this pass.
+            cache: accepted for compatibility.
         """
         del cache
         feeds = as_list(feeds)
-        given = self._given(feeds, self._feeds, self._inputs, "forward")
+        feeds_by_name = self._check_feeds(feeds, self._feeds, self._inputs, "forward")
         names = [x.name for x in self._forward.get_outputs()]
-        made = self._run(self._forward, names, given, "forward")
+        results = self._run(self._forward, names, feeds_by_name, "forward")
         parts = self._parts
-        kept = {n: made[n] for n in parts.saved}
+        saved = {n: results[n] for n in parts.saved}
         for name, value in zip(self._feeds, feeds, strict=True):
             if name in parts.passed:
-                # Arrays are often changed in place before their backward pass comes.
+                # Programs often overwrite their arrays before the backward pass.
                 array = isinstance(value, np.ndarray)
-                kept[name] = as_value(value.copy(), self._device) if array else given[name]
-        state._keep(self, kept)
-        write_fetches(fetches, [made[n] for n in parts.outputs])
+                saved[name] = as_value(value.copy(), self._device) if array else feeds_by_name[name]
+        state._save(self, saved)
+        write_fetches(fetches, [results[n] for n in parts.outputs])
 
     def run_backward(
         self, feeds: Iterable[Any], fetches: Any, state: PartialGraphExecutionState
     ) -> None:
-        """Put the gradients that were asked for into ``fetches``.
+        """Append the gradients named by ``bw_fetches_names`` to ``fetches``.
 
         Args:
             feeds: gradients of the differentiable outputs, in their order.
             fetches: a list or an ``OrtValueVector``.
-            state: of the forward pass.
+            state: the state of the forward pass.
         """
         names = list(self._parts.cotangents)
-        given = self._given(feeds, names, self._output_gradients, "backward")
-        values = {**state._take(self), **given}
+        feeds_by_name = self._check_feeds(feeds, names, self._output_gradients, "backward")
+        values = {**state._take(self), **feeds_by_name}
         known = {n: values[n] for n in self._output_gradients}
-        wanted = list(dict.fromkeys(self._fetches))
-        made = self._run(self._backward, wanted, known, "backward")
-        write_fetches(fetches, [made[n] for n in self._fetches])
+        gradients = list(dict.fromkeys(self._fetches))
+        results = self._run(self._backward, gradients, known, "backward")
+        write_fetches(fetches, [results[n] for n in self._fetches])
 
-    def _given(
+    def _check_feeds(
         self, feeds: Iterable[Any], names: list[str], known: dict[str, Any], what: str
     ) -> dict[str, Any]:
         values = [as_value(v, self._device) for v in as_list(feeds)]
         if len(values) != len(names):
             raise OrtError(
-                f"Error in {what} pass execution: {len(values)} values given, not {len(names)}\n"
-                f"hint: give them in this order: {', '.join(names)}"
+                f"Error in {what} pass execution: got {len(values)} values, expected {len(names)}\n"
+                f"hint: pass them in this order: {', '.join(names)}"
             )
         for name, value in zip(names, values, strict=True):
             if name in known:
@@ -194,8 +192,8 @@ class TrainingAgent:
         return dict(zip(names, values, strict=True))
 
     def _run(self, session: Any, names: list[str], feeds: dict[str, Any], what: str) -> Any:
-        taken = {x.name for x in session.get_inputs()}
-        feeds = {n: v for n, v in feeds.items() if n in taken}
+        input_names = {x.name for x in session.get_inputs()}
+        feeds = {n: v for n, v in feeds.items() if n in input_names}
         try:
             if self._device == "cpu":
                 outputs = runtime.run_values(session, names, feeds)

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class LossScaler:
-    """Base of loss scalers: a scale, and what happens to it after each step."""
+    """Base class of loss scalers."""
 
     def __init__(self, loss_scale: float) -> None:
         self._input_name: str | None = None
@@ -24,7 +24,7 @@ class LossScaler:
 
     @property
     def input_name(self) -> str | None:
-        """The name of the input that took the scale."""
+        """The name of the model input for the scale."""
         return self._input_name
 
     @input_name.setter
@@ -32,16 +32,16 @@ class LossScaler:
         self._input_name = input_name
 
     def reset(self) -> None:
-        """Go back to the first scale."""
+        """Restore the initial scale."""
         self._loss_scale = self._initial_loss_scale
 
     def update(self, train_step_info: Any) -> None:
-        """Adapt to the outcome of a step."""
+        """Update the scale after a step."""
         raise NotImplementedError
 
 
 class DynamicLossScaler(LossScaler):
-    """Doubles the scale after a window of finite steps, halves it when one overflows."""
+    """Double the scale after ``up_scale_window`` finite steps; halve it on overflow."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class DynamicLossScaler(LossScaler):
         self._stable_steps_count = 0
 
     def reset(self) -> None:
-        """Go back to the first scale, and count anew."""
+        """Restore the initial scale and reset the step count."""
         super().reset()
         self._stable_steps_count = 0
 
     def update(self, train_step_info: Any) -> None:
-        """Adapt to whether all gradients were finite."""
+        """Update the scale: grow it after finite gradients, shrink it after an overflow."""
         if not self.automatic_update:
             return
         if train_step_info.all_finite:

@@ -1,12 +1,7 @@
-"""The state of a training run, as the old API shows it.
+"""``onnxruntime.training.api``: checkpoint state, module, optimizer, learning rate scheduler.
 
-A learning rate that rises to its value and falls to nothing, both in a line.
-
-A model that is trained and evaluated batch by batch.
-
-Updates of a module's parameters from its gradients.
-
-Sessions of the old API: models by path, tensors that stay with the runtime.
+``Parameter``, ``Parameters`` and ``Properties`` are views of a checkpoint's state. ``Model`` and
+``Device`` run a model file with tensors that stay on the device between calls.
 """
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ from onnxtrain.runtime import session as runtime
 
 
 class Parameter:
-    """A parameter of the model; reads and writes go to the state it belongs to."""
+    """A parameter of the model: a view of the state."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store, self._name = store, name
@@ -46,7 +41,7 @@ class Parameter:
 
     @property
     def data(self) -> np.ndarray:
-        """A copy of its value; setting it wants the same shape and type."""
+        """A copy of its value; a new value needs the same shape and type."""
         return self._store.array(self._name)
 
     @data.setter
@@ -69,7 +64,7 @@ class Parameter:
 
 
 class Parameters:
-    """The parameters by name, sorted."""
+    """The parameters, sorted by name."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -108,7 +103,7 @@ class Parameters:
 
 
 class Properties:
-    """Numbers and texts that the user keeps with the state, by name, sorted."""
+    """The user's numbers and strings in the state, sorted by name."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -147,7 +142,7 @@ class Properties:
 class CheckpointState:
     """Parameters, gradients, optimizer state and properties of a training run.
 
-    Made by :meth:`load_checkpoint`.
+    Create one with :meth:`load_checkpoint`.
     """
 
     def __init__(self, state: Store) -> None:
@@ -157,7 +152,7 @@ class CheckpointState:
 
     @classmethod
     def load_checkpoint(cls, checkpoint_uri: str | os.PathLike[str]) -> CheckpointState:
-        """Return the state in a checkpoint: full or nominal, ours or onnxruntime-training's."""
+        """Load a full or nominal checkpoint, of onnxtrain or of onnxruntime-training."""
         return cls(Store.load(checkpoint_uri))
 
     @classmethod
@@ -167,7 +162,7 @@ class CheckpointState:
         checkpoint_uri: str | os.PathLike[str],
         include_optimizer_state: bool = False,
     ) -> None:
-        """Write the state to a file; the learning rate always goes with it."""
+        """Write the state to a file; it always includes the learning rate."""
         state._state.save(checkpoint_uri, optimizer=include_optimizer_state)
 
     @property
@@ -182,18 +177,18 @@ class CheckpointState:
 
     @property
     def seed(self) -> int:
-        """What dropout masks are drawn from, with the number of the step."""
+        """Random seed of dropout masks, combined with the step."""
         return self._state.seed
 
     @seed.setter
     def seed(self, value: int) -> None:
         if not 0 <= int(value) < 2**24:
-            raise OrtError(f"The seed must be at least 0 and below 2**24: {value}")
+            raise OrtError(f"The seed must be in [0, 2**24), got {value}")
         self._state.seed = int(value)
 
 
 class Device:
-    """A device from its name: ``cpu``, ``cuda`` or ``cuda:1``."""
+    """A device, given by name: ``cpu``, ``cuda`` or ``cuda:1``."""
 
     def __init__(self, name: str) -> None:
         self.kind, _, number = name.partition(":")
@@ -202,7 +197,7 @@ class Device:
             runtime.check_device(self.kind)
 
     def value(self, array: np.ndarray) -> Any:
-        """Return a tensor of the runtime."""
+        """Return an OrtValue with a copy of the array on this device."""
         array = np.ascontiguousarray(array).reshape(array.shape)
         return runtime.import_onnxruntime().OrtValue.ortvalue_from_numpy(
             array, self.kind, self.number
@@ -210,7 +205,7 @@ class Device:
 
 
 class Model:
-    """A model with its session and its description."""
+    """A model file with its session and its manifest entry."""
 
     def __init__(
         self, source: str | os.PathLike[str] | bytes, role: str, device: Device, options: Any
@@ -224,11 +219,13 @@ class Model:
             self.manifest = _manifest(self.session, str(source)[:200])
         spec = self.manifest.model(role)
         if spec is None:
-            raise OrtError(f"{source}: not a model for this place, no {role} model is described")
+            raise OrtError(
+                f"{source}: not the {role} model, its manifest describes no {role} model"
+            )
         self.spec: ModelSpec = spec
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all outputs by name; arrays only if something fed is made of strings."""
+        """Return all outputs by name: OrtValues, or arrays if any input has strings."""
         names = [t.name for t in self.spec.outputs]
         with as_ort_errors():
             if any(_is_text(value) for value in feeds.values()):
@@ -243,7 +240,7 @@ class Model:
 
 
 def zeros(shape: Sequence[int | str], dtype: str) -> np.ndarray:
-    """Return zeros of a described tensor; sizes that are not known count as 0."""
+    """Return zeros of this shape; symbolic sizes become 0."""
     return np.zeros([d if isinstance(d, int) else 0 for d in shape], dtype)
 
 
@@ -251,8 +248,8 @@ def _manifest(session: Any, label: str) -> Manifest:
     text = session.get_modelmeta().custom_metadata_map.get(KEY)
     if text is None:
         raise OrtError(
-            f"{label}: the model does not say what its inputs are for\n"
-            "hint: make it with onnxtrain.compat.ort.artifacts.generate_artifacts"
+            f"{label}: the model has no manifest in its metadata\n"
+            "hint: create it with onnxtrain.compat.ort.artifacts.generate_artifacts"
         )
     return Manifest.from_json(text, label)
 
@@ -265,17 +262,17 @@ def _array(value: Any) -> np.ndarray:
     return value if isinstance(value, np.ndarray) else value.numpy()
 
 
-_DRAWS = 2**24  # float32 counts that far exactly
+_DRAWS = 2**24  # float32 represents integers up to here exactly
 _EMPTY = "Please load the model parameters first."
 
 
 class Module:
-    """Training and evaluation steps of a model.
+    """Train and evaluate a model batch by batch.
 
     Args:
         train_model_uri: path of the training model.
-        state: parameters to begin with, which the steps change.
-        eval_model_uri: path of the evaluation model, if steps are to be evaluated or exported.
+        state: initial parameters, updated in place by training.
+        eval_model_uri: path of the evaluation model, needed for evaluation and export.
         device: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
         session_options: onnxruntime's options for the sessions.
     """
@@ -311,7 +308,7 @@ class Module:
         if unknown:
             raise OrtError(
                 f"The checkpoint has no {', '.join(unknown)}, which the training model reads\n"
-                "hint: generate_artifacts, or save_checkpoint(block.parameters(), ...), writes all"
+                "hint: write it with generate_artifacts or save_checkpoint(block.parameters(), ...)"
             )
 
     def _forget_gradients(self) -> None:
@@ -327,8 +324,8 @@ class Module:
     def __call__(self, *user_inputs: Any) -> Any:
         """Run a training or evaluation step on inputs in the order of :meth:`input_names`.
 
-        Arrays if any input is an array, else OrtValues; a single output comes without a tuple. An
-        input that is ``None`` is left out.
+        Return arrays if any input is an array, else OrtValues. A single output is returned without
+        a tuple. Inputs that are ``None`` are omitted.
         """
         model = self._model()
         if self._state._state.nominal:
@@ -336,7 +333,7 @@ class Module:
         names = self.input_names()
         if len(user_inputs) != len(names):
             raise OrtError(
-                f"{len(user_inputs)} inputs given, the model takes {len(names)}: {', '.join(names)}"
+                f"got {len(user_inputs)} inputs, the model has {len(names)}: {', '.join(names)}"
             )
         feeds = {n: _native(x) for n, x in zip(names, user_inputs, strict=True) if x is not None}
         outputs = self._train_step(feeds) if self.training else self._eval_step(feeds)
@@ -358,7 +355,7 @@ class Module:
             elif t.role == "accumulator":
                 name = self._owner(t)
                 old = store.gradients.get(name)
-                # The gradient of an input has that input's size, which the next batch may change.
+                # Gradients of inputs are not in the state: their size changes with the batch.
                 feeds[t.name] = np.zeros(_shape(feeds[name]), t.dtype) if old is None else old
         outputs = self._train.run(feeds)
         for t in spec.outputs:
@@ -388,7 +385,7 @@ class Module:
             return self._train
         if self._eval is None:
             raise OrtError(
-                "There is no evaluation model\nhint: give Module(..., eval_model_uri=...)"
+                "There is no evaluation model\nhint: pass Module(..., eval_model_uri=...)"
             )
         return self._eval
 
@@ -402,7 +399,7 @@ class Module:
         return self.train(False)
 
     def lazy_reset_grad(self) -> None:
-        """Let the next training step overwrite the gradients; until then they stay."""
+        """Reset the gradients at the start of the next training step."""
         self._reset = True
 
     def _parameters(self, trainable_only: bool) -> list[TensorSpec]:
@@ -424,7 +421,7 @@ class Module:
         return self._device.value(np.concatenate([np.empty(0, np.float32), *parts]))
 
     def copy_buffer_to_parameters(self, buffer: Any, trainable_only: bool = True) -> None:
-        """Set the parameters from a vector that :meth:`get_contiguous_parameters` gave."""
+        """Set the parameters from a vector of :meth:`get_contiguous_parameters`."""
         store = self._state._state
         if store.nominal and trainable_only:
             raise OrtError(
@@ -438,19 +435,21 @@ class Module:
                 f"The buffer has {flat.size} elements of {flat.dtype}, the parameters have {size} "
                 "of float32"
             )
-        at = 0
+        offset = 0
         for t in self._parameters(trainable_only):
             count = math.prod(_sizes(t))
-            store.values[t.name] = np.array(flat[at : at + count].reshape(_sizes(t)), t.dtype)
-            at += count
+            store.values[t.name] = np.array(
+                flat[offset : offset + count].reshape(_sizes(t)), t.dtype
+            )
+            offset += count
 
     def export_model_for_inferencing(
         self, inference_model_uri: str | os.PathLike[str], graph_output_names: list[str]
     ) -> None:
-        """Write the part of the evaluation model that makes some values, with trained weights."""
+        """Write the part of the evaluation model that computes these outputs, with its weights."""
         if self._eval is None:
             raise OrtError(
-                "There is no evaluation model\nhint: give Module(..., eval_model_uri=...)"
+                "There is no evaluation model\nhint: pass Module(..., eval_model_uri=...)"
             )
         if self._state._state.nominal:
             raise OrtError(_EMPTY)
@@ -463,7 +462,7 @@ class Module:
         return [t.name for t in self._model().spec.inputs_of("input", "target")]
 
     def output_names(self) -> list[str]:
-        """Return the names of what a step returns, in order."""
+        """Return the names of the outputs of a step, in order."""
         return [t.name for t in self._model().spec.outputs_of("loss", "metric", "output")]
 
 
@@ -483,11 +482,11 @@ def _shape(x: Any) -> list[int]:
 
 
 class Optimizer:
-    """Steps of an optimizer model.
+    """Update a module's parameters from its gradients with an optimizer model.
 
     Args:
-        optimizer_uri: path of the optimizer model, flat or over sequences.
-        module: whose parameters are updated.
+        optimizer_uri: path of the optimizer model, over single tensors or sequences.
+        module: the module to update.
     """
 
     def __init__(self, optimizer_uri: str | os.PathLike[str], module: Module) -> None:
@@ -504,7 +503,7 @@ class Optimizer:
         self._slots = {s.name: s for s in self._model.manifest.state}
 
     def step(self) -> None:
-        """Update the parameters with the gradients as they are; the gradients stay."""
+        """Update the parameters; the gradients do not change."""
         store = self._store
         if store.nominal:
             raise OrtError("Please load the model parameters first.")
@@ -535,7 +534,7 @@ class Optimizer:
         store.lr = self.get_learning_rate()
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate of the next steps; checkpoints keep it."""
+        """Set the learning rate of the next steps; checkpoints include it."""
         self._store.lr = float(learning_rate)
 
     def get_learning_rate(self) -> float:
@@ -544,9 +543,9 @@ class Optimizer:
 
 
 class LinearLRScheduler:
-    """The learning rate ``initial_lr`` after ``warmup_step_count`` steps, 0 after all of them.
+    """Linear warmup to ``initial_lr`` in ``warmup_step_count`` steps, then linear decay to 0.
 
-    The step is the optimizer's own count, so a resumed run goes on where it was.
+    The step is the optimizer's own count, so a resumed run continues the schedule.
     """
 
     def __init__(
@@ -556,8 +555,8 @@ class LinearLRScheduler:
         total_step_count: int,
         initial_lr: float,
     ) -> None:
-        falling = total_step_count - warmup_step_count
-        after = Linear(falling) if falling > 0 else Constant(factor=0.0)
+        decay_steps = total_step_count - warmup_step_count
+        after = Linear(decay_steps) if decay_steps > 0 else Constant(factor=0.0)
         self._schedule = Warmup(warmup_step_count, after)
         self._initial_lr = initial_lr
         self._optimizer = optimizer
@@ -565,5 +564,5 @@ class LinearLRScheduler:
 
     def step(self) -> None:
         """Set the learning rate of the optimizer's next step."""
-        done = self._optimizer._store.step
-        self._optimizer.set_learning_rate(self._schedule.at(self._initial_lr, done))
+        step = self._optimizer._store.step
+        self._optimizer.set_learning_rate(self._schedule.at(self._initial_lr, step))

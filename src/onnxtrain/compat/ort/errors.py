@@ -1,4 +1,4 @@
-"""The errors of ``onnxruntime.training``: of the types its users catch, and of ours."""
+"""Errors with the types of onnxruntime-training that are also ``CompatError``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from onnxtrain.errors import CompatError, OnnxTrainError
 
 
 class OrtError(CompatError, RuntimeError):
-    """What onnxruntime-training reports as a RuntimeError."""
+    """An error that onnxruntime-training reports as RuntimeError."""
 
 
 class OrtLookupError(CompatError, LookupError):
@@ -26,7 +26,7 @@ class OrtTypeError(CompatError, TypeError):
 
 @contextmanager
 def as_ort_errors() -> Iterator[None]:
-    """Turn our errors into RuntimeErrors, as old code expects them; the message stays."""
+    """Convert onnxtrain's errors to RuntimeError, as in onnxruntime-training."""
     try:
         yield
     except OnnxTrainError as error:

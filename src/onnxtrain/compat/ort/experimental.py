@@ -1,4 +1,4 @@
-"""``onnxruntime.training.experimental``: a module's gradients as one file."""
+"""``onnxruntime.training.experimental``: export the gradient graph of a module."""
 
 from onnxtrain.torch import export_gradient_graph
 

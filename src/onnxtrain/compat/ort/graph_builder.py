@@ -1,4 +1,4 @@
-"""``OrtModuleGraphBuilder``: a model with its gradient, from a model and the names to train."""
+"""``OrtModuleGraphBuilder``: build the gradient model of a model and the names to train."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import onnx_ir as ir
 from onnxtrain.autodiff.gradients import lift, vjp
 from onnxtrain.autodiff.split import Split, split
 from onnxtrain.compat.ort.errors import OrtError, as_ort_errors
+from onnxtrain.errors import expected_one_of
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io import load
@@ -26,7 +27,7 @@ _KEY = "onnxtrain.agent"
 
 @dataclasses.dataclass
 class TrainingGraphTransformerConfiguration:
-    """Settings of the old engine's rewriting; without effect."""
+    """Options of onnxruntime-training's graph transformers; they have no effect."""
 
     enable_gelu_approximation: bool = False
     attn_dropout_recompute: bool = False
@@ -39,12 +40,12 @@ class TrainingGraphTransformerConfiguration:
 
 @dataclasses.dataclass
 class OrtModuleGraphBuilderConfiguration:
-    """What to differentiate with respect to; all else is taken for old programs."""
+    """The values to differentiate with respect to; other options are accepted without effect."""
 
     initializer_names: Sequence[str] = ()
     """Initializers that become inputs, after the model's own."""
     initializer_names_to_train: Sequence[str] = ()
-    """Those of them that get a gradient."""
+    """The ones that get a gradient."""
     input_names_require_grad: Sequence[str] = ()
     build_gradient_graph: bool = True
     use_memory_efficient_gradient: bool = False
@@ -102,7 +103,7 @@ class Parts:
         if _KEY not in properties:
             raise OrtError(
                 "the session's model has no backward pass\n"
-                "hint: make it with OrtModuleGraphBuilder.get_gradient_model()"
+                "hint: create it with OrtModuleGraphBuilder.get_gradient_model()"
             )
         fields = json.loads(properties[_KEY])
         for name in ("forward", "backward"):
@@ -111,7 +112,7 @@ class Parts:
 
 
 class OrtModuleGraphBuilder:
-    """Builds the gradient of a model; ``initialize``, ``build``, then ask for the results."""
+    """Build the gradient of a model: ``initialize``, ``build``, then the ``get_...`` methods."""
 
     def __init__(self) -> None:
         self._model: ir.Model | None = None
@@ -124,38 +125,43 @@ class OrtModuleGraphBuilder:
     def initialize(
         self, serialized_model: bytes | onnx.ModelProto, config: OrtModuleGraphBuilderConfiguration
     ) -> None:
-        """Take a model and what to differentiate with respect to."""
+        """Set the model and the values to differentiate with respect to."""
         with as_ort_errors():
             model = load(serialized_model)
         graph = model.graph
         known = list(graph.initializers)
         weights = list(config.initializer_names)
-        wrong = [n for n in weights if n not in graph.initializers]
-        if wrong:
-            raise OrtError(f"no such initializer: {', '.join(wrong)}\nhint: {', '.join(known)}")
-        wrong = [n for n in config.initializer_names_to_train if n not in weights]
-        if wrong:
+        unknown = [n for n in weights if n not in graph.initializers]
+        if unknown:
+            expected = expected_one_of(unknown[0], known)
+            raise OrtError(f"unknown initializer: {', '.join(unknown)} {expected}")
+        unknown = [n for n in config.initializer_names_to_train if n not in weights]
+        if unknown:
             raise OrtError(
-                f"initializer_names_to_train has {', '.join(wrong)}, initializer_names has not"
+                f"initializer_names_to_train has {', '.join(unknown)}, which initializer_names "
+                "lacks"
             )
         inputs = [x.name or "" for x in graph.inputs]
-        wrong = [n for n in config.input_names_require_grad if n not in inputs]
-        if wrong:
-            raise OrtError(f"no such input: {', '.join(wrong)}\nhint: {', '.join(inputs)}")
+        unknown = [n for n in config.input_names_require_grad if n not in inputs]
+        if unknown:
+            expected = expected_one_of(unknown[0], inputs)
+            raise OrtError(f"unknown input: {', '.join(unknown)} {expected}")
         lift(graph, [graph.initializers[n] for n in weights])
         self._model, self._config = model, config
         self._inputs, self._weights = inputs, weights
         self._cut = self._parts = None
 
     def build(self, *without_effect: Any) -> None:
-        """Build the graphs; shapes or settings of the old engine may be given, without effect."""
+        """Build the graphs; arguments of onnxruntime-training are accepted without effect."""
         del without_effect
         model = self._initialized()
         if not self._config.build_gradient_graph:
             return
         by_name = {x.name: x for x in model.graph.inputs}
-        wanted = [n for n in self._config.input_names_require_grad if S.is_float(by_name[n])]
-        wrt = [*wanted, *self._config.initializer_names_to_train]
+        inputs_to_train = [
+            n for n in self._config.input_names_require_grad if S.is_float(by_name[n])
+        ]
+        wrt = [*inputs_to_train, *self._config.initializer_names_to_train]
         with as_ort_errors():
             cut = self._cut = split(model, wrt)
         count = len(cut.outputs)
@@ -174,8 +180,8 @@ class OrtModuleGraphBuilder:
     def get_gradient_model(self) -> bytes:
         """Return a model from features and weights to gradients, for a ``TrainingAgent``.
 
-        Run by itself it gives the gradients of the sum of all outputs. The two models that the
-        agent runs travel inside of it.
+        As a model it computes the gradients of the sum of all outputs. Its metadata has the forward
+        and backward models that the agent runs.
         """
         parts, cut = self._built()
         model = load(vjp(self._initialized(), cut.wrt))
@@ -196,14 +202,14 @@ class OrtModuleGraphBuilder:
         return proto.SerializeToString()
 
     def get_forward_model(self) -> bytes:
-        """Return the model alone, with the weights as inputs."""
+        """Return the forward model, with the weights as inputs."""
         return finalize(load(self._initialized())).SerializeToString()
 
     get_model = get_gradient_model
     get_inference_optimized_model = get_forward_model
 
     def get_graph_info(self) -> GraphInfo:
-        """Return the names."""
+        """Return the names of inputs, weights, gradients and outputs."""
         parts, cut = self._built()
         gradient_of = dict(zip(cut.wrt, parts.gradients, strict=True))
         trained = list(self._config.initializer_names_to_train)
@@ -226,7 +232,7 @@ class OrtModuleGraphBuilder:
     def _built(self) -> tuple[Parts, Split]:
         if self._parts is None or self._cut is None:
             raise OrtError(
-                "there is no gradient graph\n"
+                "no gradient graph is built\n"
                 "hint: call build() first, with build_gradient_graph=True in the configuration"
             )
         return self._parts, self._cut

@@ -1,14 +1,9 @@
-"""The manifest inside a model file, which is all that the old entry points get to see.
+"""Build the training, evaluation, optimizer and inference models of ``onnxruntime.training``.
 
-The evaluation model: the forward model as it is, out of training mode, parameters as inputs.
-
-The part of an evaluation model that is needed to make some values, with trained weights.
-
-Models in onnxruntime's own format, by onnxruntime's own tool.
-
-Optimizer models over single tensors, which any runtime can feed, the web's among them.
-
-From a forward model with a loss to the training model and the evaluation model.
+In this order: the evaluation model (the forward model in evaluation mode, with parameters as
+inputs), files in ORT format, the training model, the manifest in a model's metadata (the old API
+passes model files only), the inference model, and optimizer models over single tensors instead of
+sequences.
 """
 
 from __future__ import annotations
@@ -138,22 +133,22 @@ _BOOL = ir.DataType.BOOL
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is to be trained, and what comes out."""
+    """What to train, and the outputs of the models."""
 
     trainable: Collection[str]
     frozen: Collection[str]
     given: Collection[str]
-    """Inputs that the model came with; the others are targets."""
+    """The original inputs of the model; the others are targets."""
     unreduced: bool = False
-    """The loss is one number per element; the gradient is that of their sum."""
+    """Whether the loss has one value per element; the gradient is that of the sum."""
     loss_name: str | None = None
-    """What to call the loss, if it is no output of the model itself."""
+    """Name of the loss, if it is not an output of the model."""
     custom_operators: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """Both models, what describes them, and the tensors that became inputs."""
+    """Both models, their manifest entries, and the tensors that became inputs."""
 
     training: onnx.ModelProto
     evaluation: onnx.ModelProto
@@ -164,7 +159,7 @@ class Built:
 
 
 def build_training(forward: onnx.ModelProto, request: Request) -> Built:
-    """Return training and evaluation model of ``forward``, whose first output is the loss."""
+    """Return the training and evaluation model of ``forward``, whose first output is the loss."""
     _check_names(forward, request)
     if request.loss_name is not None:
         _rename_loss(forward, request)
@@ -210,7 +205,7 @@ def _rename_loss(forward: onnx.ModelProto, request: Request) -> None:
 def _training_model(
     forward: onnx.ModelProto, request: Request
 ) -> tuple[onnx.ModelProto, ModelSpec, list[str]]:
-    """Return the model, its description, and the names of running statistics."""
+    """Return the model, its manifest entry, and the names of running statistics."""
     domains = {o.domain for o in forward.opset_import} if request.custom_operators else set()
     prepared = prepare(
         load(forward, allow_domains=domains), inline=lacks_rule, keep=keep_predicate("cpu")
@@ -269,7 +264,7 @@ def _accumulate(
     gradients: dict[ir.Value, ir.Value],
     rng: Sequence[ir.Value],
 ) -> None:
-    """Declare buffers, switch, outputs, and the sums of gradients that replace the buffers."""
+    """Add accumulation buffers, the reset flag, outputs, and the accumulated gradients."""
     op = signature.op
     old = {
         x: signature.input(f"{x.name}_grad.accumulation.buffer", "accumulator", x.dtype, op.dims(x))  # pyright: ignore[reportArgumentType]
@@ -311,7 +306,7 @@ def _check_reach(
 
 
 def _at_opset_of(forward: onnx.ModelProto, proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model at the opset of the user's, or as it is where that lacks operators."""
+    """Return the model in the user's opset, or unchanged if that opset lacks operators."""
     opset = max(o.version for o in forward.opset_import if is_standard(o))
     model = ir.from_proto(proto)
     return proto if downgrade_opset(model, opset) else ir.to_proto(model)
@@ -337,7 +332,7 @@ def manifest_of(
     state: Sequence[StateSpec] = (),
     optimizer: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Return the description of the models of a training run."""
+    """Return the manifest of the models of a training run."""
     return Manifest(
         models=(*built.specs, *models),
         parameters=tuple(weight(t) for t in built.trainable),
@@ -367,7 +362,7 @@ def embed(model: onnx.ModelProto, manifest: Manifest) -> None:
 def export_for_inference(
     source: str | bytes, store: Store, names: Sequence[str], path: str | os.PathLike[str]
 ) -> None:
-    """Write a model whose outputs are ``names``, whose weights are those of ``store``."""
+    """Write a model with the outputs ``names`` and the weights in ``store``."""
     if not names:
         raise OrtError("Expected a non empty vector of graph output names. Got an empty vector.")
     if isinstance(source, str) and source.endswith(".ort"):
@@ -418,7 +413,7 @@ _FLOAT, _INT64 = ir.DataType.FLOAT, ir.DataType.INT64
 def optimizer_model(
     optimizer: Optimizer, max_norm: float | None, weights: Sequence[WeightSpec], opset: int
 ) -> TensorOptimizer:
-    """Return the model of one of the library's optimizers, its description and its state."""
+    """Return the model of an onnxtrain optimizer, its manifest entry and its state."""
     state = [
         StateSpec(f"{w.name}.{s.name}", w.name, s.name, w.dtype, w.shape, s.init)
         for w in weights
@@ -433,19 +428,19 @@ def optimizer_model(
 
 
 def uses_sequences(model: onnx.ModelProto) -> bool:
-    """Return whether an optimizer model has the old signature."""
+    """Return whether an optimizer model works on sequences, as in onnxruntime-training."""
     return any(x.name == _PARAMS and x.type.HasField("sequence_type") for x in model.graph.input)
 
 
 def flatten(model: onnx.ModelProto, parameters: Weights) -> onnx.ModelProto:
-    """Return an optimizer over sequences as one over single tensors, its description embedded."""
+    """Convert an optimizer over sequences to one over single tensors, and embed its manifest."""
     proto, spec, state = tensor_optimizer_of(model, parameters)
     embed(proto, Manifest((spec,), (), (), tuple(state), {}, {}))
     return proto
 
 
 def tensor_optimizer_of(model: onnx.ModelProto, parameters: Weights) -> TensorOptimizer:
-    """Wrap an optimizer over sequences: they are made of single inputs, and taken apart again."""
+    """Wrap an optimizer over sequences: build them from single inputs, and split the results."""
     inner = load(model).graph
     given = {x.name or "": x for x in inner.inputs}
     results = [y.name or "" for y in inner.outputs]

@@ -17,7 +17,7 @@ from onnxtrain.optim.transforms import Transform, Update, add_weight_decay, chai
 
 @dataclasses.dataclass
 class TrainStepInfo:
-    """What schedules and loss scalers get to know about a step."""
+    """Information about a step, for schedules and loss scalers."""
 
     optimizer_config: Any
     all_finite: bool = True
@@ -27,7 +27,7 @@ class TrainStepInfo:
 
 
 class _OptimizerConfig:
-    """A name, parameter groups and the settings for everything else."""
+    """Base of optimizer configurations: name, parameter groups and default settings."""
 
     _fixed: tuple[str, ...] = ()
 
@@ -47,7 +47,7 @@ class _OptimizerConfig:
             setattr(self, key, value)
 
     def to_optimizer(self) -> optim.Optimizer:
-        """Return the optimizer that does the same."""
+        """Return the equivalent onnxtrain optimizer."""
         raise NotImplementedError
 
     def optimizer_for(self, names: Sequence[str]) -> optim.Optimizer:
@@ -55,12 +55,15 @@ class _OptimizerConfig:
         for group in self.params:
             unknown = [n for n in group["params"] if n not in names]
             if unknown:
-                raise ValueError(f"a parameter group names {unknown[0]!r}, which is no parameter")
+                raise ValueError(
+                    f"unknown parameter in a parameter group: {unknown[0]!r} "
+                    f"{expected_one_of(unknown[0], names)}"
+                )
         return self.to_optimizer()
 
     @property
     def clip(self) -> float | None:
-        """The largest joint norm of the gradients."""
+        """The largest global norm of the gradients."""
         return self.defaults.get("max_norm_clip")
 
     def groups(self) -> tuple[optim.ParamGroup, ...]:
@@ -81,7 +84,7 @@ class _OptimizerConfig:
 
 
 def literal(name: str) -> str:
-    """Return the pattern that matches this name alone."""
+    """Return a glob pattern that matches only this name."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
@@ -123,7 +126,7 @@ class AdamConfig(_OptimizerConfig):
         super().__init__("AdamOptimizer", params, settings)
 
     def to_optimizer(self) -> optim.Optimizer:
-        """Return AdamW; decay before the update is torch's form, after it that of Hugging Face."""
+        """Return AdamW; decay before the update is torch's variant, after it Hugging Face's."""
         d = self.defaults
         return optim.AdamW(
             lr=self.lr,
@@ -265,7 +268,7 @@ class LRSchedulerBase:
         self._last_lr: list[float] = []
 
     def factor(self, step: int, base: float) -> float:
-        """Return what the configured learning rate is multiplied with."""
+        """Return the factor of the configured learning rate."""
         raise NotImplementedError
 
     def get_lr(self, train_step_info: TrainStepInfo) -> list[float]:
@@ -293,7 +296,7 @@ class _Warmup(LRSchedulerBase):
         self._warmup_steps = warmup * total_steps
 
     def factor(self, step: int, base: float) -> float:
-        """Rise to 1, then follow the curve."""
+        """Return the warmup factor, then the factor of the schedule."""
         if step < self._warmup_steps:
             return step / max(1.0, self._warmup_steps)
         span = max(1.0, self.total_steps - self._warmup_steps)
@@ -305,15 +308,15 @@ class _Warmup(LRSchedulerBase):
 
 
 class ConstantWarmupLRScheduler(_Warmup):
-    """A line up, then a constant."""
+    """Linear warmup, then a constant learning rate."""
 
     def after(self, progress: float, base: float) -> float:
-        """Stay."""
+        """Return 1."""
         return 1.0
 
 
 class CosineWarmupLRScheduler(_Warmup):
-    """A line up, then a cosine."""
+    """Linear warmup, then cosine annealing."""
 
     def __init__(self, total_steps: int, cycles: float = 0.5, warmup: float = 0.002) -> None:
         super().__init__(total_steps, warmup)
@@ -322,20 +325,20 @@ class CosineWarmupLRScheduler(_Warmup):
         self.cycles = cycles
 
     def after(self, progress: float, base: float) -> float:
-        """Swing."""
+        """Return the cosine factor."""
         return max(0.0, 0.5 * (1.0 + math.cos(math.pi * self.cycles * 2.0 * progress)))
 
 
 class LinearWarmupLRScheduler(_Warmup):
-    """A line up, then a line down to zero."""
+    """Linear warmup, then linear decay to zero."""
 
     def after(self, progress: float, base: float) -> float:
-        """Fall."""
+        """Return the linear factor."""
         return max(0.0, 1.0 - progress)
 
 
 class PolyWarmupLRScheduler(_Warmup):
-    """A line up, then a power of the way that is left."""
+    """Linear warmup, then polynomial decay to ``lr_end``."""
 
     def __init__(
         self, total_steps: int, lr_end: float = 1e-7, power: float = 1.0, warmup: float = 0.002
@@ -347,15 +350,15 @@ class PolyWarmupLRScheduler(_Warmup):
         self.power = power
 
     def after(self, progress: float, base: float) -> float:
-        """Fall to ``lr_end``."""
+        """Return the polynomial factor."""
         if not base > self.lr_end:
             raise ValueError(f"lr_end ({self.lr_end}) must be smaller than lr ({base})")
-        left = max(0.0, 1.0 - progress) ** self.power
-        return ((base - self.lr_end) * left + self.lr_end) / base
+        decay = max(0.0, 1.0 - progress) ** self.power
+        return ((base - self.lr_end) * decay + self.lr_end) / base
 
 
-class lr_scheduler:  # noqa: N801 - the old name of a submodule
-    """The schedules, where they used to be."""
+class lr_scheduler:  # noqa: N801 - the name of a submodule upstream
+    """The namespace ``optim.lr_scheduler`` of onnxruntime-training."""
 
     _LRScheduler = LRSchedulerBase
     ConstantWarmupLRScheduler = ConstantWarmupLRScheduler

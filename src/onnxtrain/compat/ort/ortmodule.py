@@ -1,4 +1,4 @@
-"""``onnxruntime.training.ortmodule``: the old names of :class:`onnxtrain.torch.TrainableModule`."""
+"""``onnxruntime.training.ortmodule``: ``ORTModule`` on :class:`onnxtrain.torch.TrainableModule`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnxtrain.torch import TrainableModule
 
 
 class LogLevel(enum.IntEnum):
-    """How much the old module said while it worked; nothing reads it here."""
+    """Log levels; accepted without effect."""
 
     VERBOSE = 0
     DEVINFO = 1
@@ -24,7 +24,7 @@ class LogLevel(enum.IntEnum):
 
 @dataclasses.dataclass
 class DebugOptions:
-    """Accepted as before; there is nothing left to debug with it."""
+    """Debug options; accepted without effect."""
 
     log_level: LogLevel = LogLevel.WARNING
     save_onnx: bool = False
@@ -32,13 +32,13 @@ class DebugOptions:
 
 
 class ORTModule(TrainableModule):
-    """A module on ONNX Runtime, with the old constructor.
+    """Run a module on ONNX Runtime, with the constructor of onnxruntime-training.
 
     Args:
-        module: what to run.
-        debug_options: accepted, and without effect.
+        module: the module to run.
+        debug_options: accepted without effect.
         fallback: as in :class:`onnxtrain.torch.TrainableModule`.
-        threads: as there.
+        threads: as in :class:`onnxtrain.torch.TrainableModule`.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ from onnxtrain.checkpoint import save_checkpoint as write_checkpoint
 from onnxtrain.checkpoint import state_key
 from onnxtrain.compat.ort.amp import LossScaler
 from onnxtrain.compat.ort.optim import ConfigFromAttributes, LRSchedulerBase, TrainStepInfo
-from onnxtrain.errors import CompatError
+from onnxtrain.errors import CompatError, expected_one_of
 from onnxtrain.graph.io import load
 from onnxtrain.runtime.feeds import to_array
 from onnxtrain.torch import from_torch, last_report
@@ -36,7 +36,7 @@ Shape = Sequence[int | str]
 
 
 class IODescription:
-    """An input or output: its name, and its shape of numbers and names of any number."""
+    """Name and shape of an input or output; a shape has integers and names of symbolic sizes."""
 
     def __init__(
         self, name: str, shape: Shape, dtype: Any = None, num_classes: int | None = None
@@ -48,7 +48,7 @@ class IODescription:
 
 
 class ModelDescription:
-    """The inputs of a model, labels included, and its outputs, the loss first."""
+    """The inputs of a model, including labels, and its outputs, with the loss first."""
 
     def __init__(self, inputs: Sequence[IODescription], outputs: Sequence[IODescription]) -> None:
         self.inputs_ = list(inputs)
@@ -57,7 +57,7 @@ class ModelDescription:
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """Either description in one form."""
+    """The model description of either version."""
 
     inputs: tuple[tuple[str, tuple[int | str, ...]], ...]
     outputs: tuple[str, ...]
@@ -77,7 +77,7 @@ class Signature:
                 raise ValueError("the description has no output")
             return cls(inputs, outputs, outputs[0])
         if set(description) != {"inputs", "outputs"}:
-            raise ValueError("a description has the keys 'inputs' and 'outputs', and no other")
+            raise ValueError("a description must have exactly the keys 'inputs' and 'outputs'")
         inputs = tuple((i[0], _shape(i[1])) for i in description["inputs"])
         outputs = tuple(o[0] for o in description["outputs"])
         marked = [o[0] for o in description["outputs"] if len(o) > 2 and o[2]]
@@ -93,7 +93,7 @@ class Signature:
 
 def _shape(shape: Any) -> tuple[int | str, ...]:
     if not isinstance(shape, list | tuple) or not all(isinstance(d, int | str) for d in shape):
-        raise ValueError(f"a shape is a list of numbers and names: {shape!r}")
+        raise ValueError(f"a shape must be a list of integers and names, got {shape!r}")
     return tuple(shape)
 
 
@@ -141,10 +141,10 @@ _FREE = ("pipeline_parallel", "propagate_cast_ops_config", "graph_save_paths", "
 
 
 class ORTTrainerOptions:
-    """Settings by group; ``options.batch.gradient_accumulation_steps`` reads one.
+    """Nested options, read as ``options.batch.gradient_accumulation_steps``.
 
     Raises:
-        ValueError: for a setting that does not exist, or a value that does not fit.
+        ValueError: for an unknown option or an invalid value.
     """
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
@@ -165,17 +165,22 @@ class _Group:
             setattr(self, key, _Group(value) if isinstance(value, dict) else value)
 
 
-def _merge(defaults: Mapping[str, Any], given: Mapping[str, Any], path: str) -> dict[str, Any]:
-    unknown = sorted(set(given) - set(defaults))
+def _merge(defaults: Mapping[str, Any], requested: Mapping[str, Any], path: str) -> dict[str, Any]:
+    unknown = sorted(set(requested) - set(defaults))
     if unknown:
-        raise ValueError(f"Invalid options: no such setting: {path}{unknown[0]}")
+        raise ValueError(
+            f"Invalid options: unknown option: {path}{unknown[0]} "
+            f"{expected_one_of(unknown[0], defaults)}"
+        )
     merged = {}
     for key, default in defaults.items():
-        value = given.get(key, default)
+        value = requested.get(key, default)
         if isinstance(default, dict) and key not in _FREE:
             if not isinstance(value, Mapping):
                 raise ValueError(f"Invalid options: {path}{key} must be a dict")
-            merged[key] = _merge(default, value, f"{path}{key}.") if key in given else dict(default)
+            merged[key] = (
+                _merge(default, value, f"{path}{key}.") if key in requested else dict(default)
+            )
         else:
             merged[key] = value if value is not default else copy.copy(default)
     return merged
@@ -186,7 +191,7 @@ def _check(values: Mapping[str, Any]) -> None:
     scaler, schedule = values["mixed_precision"]["loss_scaler"], values["lr_scheduler"]
     wrong = None
     if not isinstance(steps, int) or steps < 1:
-        wrong = f"batch.gradient_accumulation_steps must be a number from 1: {steps!r}"
+        wrong = f"batch.gradient_accumulation_steps must be a number from 1, got {steps!r}"
     elif scaler is not None and not isinstance(scaler, LossScaler):
         wrong = "mixed_precision.loss_scaler must be a LossScaler"
     elif schedule is not None and not isinstance(schedule, LRSchedulerBase):
@@ -200,7 +205,7 @@ Loss = Callable[..., Any] | None
 
 @dataclasses.dataclass
 class Settings:
-    """What a training run needs to know besides the model."""
+    """The options of a training run, from the arguments of either version."""
 
     signature: Signature
     config: Any
@@ -226,8 +231,8 @@ def settings_from_options(
     o: Any = options if options is not None else ORTTrainerOptions()
     if o.distributed.world_size != 1:
         raise CompatError(
-            "ORTTrainer trains in one process here\n"
-            "hint: onnxtrain.torch.TrainableModule in DistributedDataParallel"
+            "ORTTrainer supports one process only\n"
+            "hint: use onnxtrain.torch.TrainableModule with DistributedDataParallel"
         )
     return loss_fn, Settings(
         Signature.of(model_desc),
@@ -262,11 +267,11 @@ def settings_from_keywords(
     frozen_weights: Sequence[str] = (),
     **without_effect: Any,
 ) -> tuple[Loss, Settings]:
-    """Read the older form; what concerns memory and speed only has no effect."""
+    """Read the arguments of the older version; options for memory and speed have no effect."""
     if world_size != 1:
         raise CompatError(
-            "ORTTrainer trains in one process here\n"
-            "hint: onnxtrain.torch.TrainableModule in DistributedDataParallel"
+            "ORTTrainer supports one process only\n"
+            "hint: use onnxtrain.torch.TrainableModule with DistributedDataParallel"
         )
     return loss_fn, Settings(
         Signature.of(model_desc),
@@ -287,7 +292,7 @@ def _device(device: Any) -> str:
 
 
 class _WithLoss(nn.Module):
-    """A module with its loss: the last input is the label, the first output the loss."""
+    """A module with its loss function: the last input is the label, the first output the loss."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., torch.Tensor] | None) -> None:
         super().__init__()
@@ -304,21 +309,21 @@ class _WithLoss(nn.Module):
 
 
 class ORTTrainer:
-    """Trains a model, one step per call.
+    """Train a model, one step per call.
 
     Either ``ORTTrainer(model, loss_fn, model_desc, "AdamOptimizer", map_optimizer_attributes,
     learning_rate_description, device, ...)`` or ``ORTTrainer(model, model_desc, optim_config,
-    loss_fn=None, options=None)``. The model is exported at the first step. It computes in float32,
-    also where mixed precision is asked for. Parallel training is torch.distributed's business, with
+    loss_fn=None, options=None)``. The first step exports the model. It computes in float32,
+    even with mixed precision enabled. For parallel training, use torch.distributed with
     :class:`onnxtrain.torch.TrainableModule`.
     """
 
     def __init__(self, model: nn.Module | onnx.ModelProto, *args: Any, **kwargs: Any) -> None:
-        later = "optim_config" in kwargs or (args and isinstance(args[0], Mapping))
+        new_api = "optim_config" in kwargs or (args and isinstance(args[0], Mapping))
         self._model = model
         self._loss_fn, self._settings = (
             settings_from_options(*args, **kwargs)
-            if later
+            if new_api
             else settings_from_keywords(*args, **kwargs)
         )
         self._trainer: Trainer | None = None
@@ -328,25 +333,27 @@ class ORTTrainer:
         self.is_train = True
         self._train_step_info = TrainStepInfo(self._settings.config)
         if self._settings.mixed:
-            warnings.warn("mixed precision is asked for; this computes in float32", stacklevel=2)
+            warnings.warn(
+                "mixed precision has no effect: ORTTrainer computes in float32", stacklevel=2
+            )
 
     def train(self) -> None:
-        """Let calls train."""
+        """Set training mode."""
         self.is_train = True
 
     def eval(self) -> None:
-        """Let calls evaluate."""
+        """Set evaluation mode."""
         self.is_train = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Train or evaluate, by the mode set last."""
+        """Train or evaluate on one batch, depending on the mode."""
         return (self.train_step if self.is_train else self.eval_step)(*args, **kwargs)
 
     def train_step(self, *args: Any, fetches: Sequence[str] | None = None, **kwargs: Any) -> Any:
         """Train on one batch; return the outputs in the order of the description."""
         s, info = self._settings, self._train_step_info
         values, rest = self._batch(args, kwargs)
-        trainer = self._started(values)
+        trainer = self._exported_trainer(values)
         info.step += 1
         trainer.lr = self._rate(rest, kwargs)
         outputs = trainer.compute(self._feeds(values))
@@ -357,19 +364,19 @@ class ORTTrainer:
             info.optimization_step += int(result.updated)
         if s.mixed and s.scaler is not None:
             s.scaler.update(info)
-        shown = self._shown(outputs, fetches)
+        results = self._fetch(outputs, fetches)
         if s.mixed and s.scaler is None:
-            shown = [*shown, torch.tensor([info.all_finite])]
-        return shown[0] if len(shown) == 1 else shown
+            results = [*results, torch.tensor([info.all_finite])]
+        return results[0] if len(results) == 1 else results
 
     def eval_step(self, *args: Any, fetches: Sequence[str] | None = None, **kwargs: Any) -> Any:
         """Evaluate one batch; return the outputs in the order of the description."""
         values, _ = self._batch(args, kwargs)
-        trainer = self._started(values)
+        trainer = self._exported_trainer(values)
         result = trainer.evaluate_batch(**self._feeds(values))
         outputs = {"loss": np.float32(result.loss), **result.outputs}
-        shown = self._shown(outputs, fetches)
-        return shown[0] if len(shown) == 1 else shown
+        results = self._fetch(outputs, fetches)
+        return results[0] if len(results) == 1 else results
 
     def _batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
         names = [n for n, _ in self._settings.signature.inputs]
@@ -377,7 +384,7 @@ class ORTTrainer:
         values |= {n: v for n, v in kwargs.items() if n in names}
         missing = [n for n in names if n not in values]
         if missing:
-            raise CompatError(f"inputs are missing: {', '.join(missing)}")
+            raise CompatError(f"missing inputs: {', '.join(missing)}")
         return [values[n] for n in names], list(args[len(names) :])
 
     def _feeds(self, values: Sequence[Any]) -> dict[str, np.ndarray]:
@@ -391,31 +398,33 @@ class ORTTrainer:
         if s.get_lr is not None:
             return float(s.get_lr(info.optimization_step))
         if s.rate_input:
-            given = rest[0] if rest else kwargs.get("learning_rate", kwargs.get("lr"))
-            if given is None:
+            requested = rest[0] if rest else kwargs.get("learning_rate", kwargs.get("lr"))
+            if requested is None:
                 raise CompatError(
-                    "the learning rate is missing\nhint: it is the last argument of train_step"
+                    "the learning rate is missing\nhint: pass it as the last argument of train_step"
                 )
-            return float(np.asarray(to_array(given)).reshape(-1)[0])
+            return float(np.asarray(to_array(requested)).reshape(-1)[0])
         if s.schedule is not None:
             s.schedule._step(info)
             return float(s.schedule.get_last_lr()[0])
         return float(s.config.lr)
 
-    def _shown(
+    def _fetch(
         self, outputs: Mapping[str, Any], fetches: Sequence[str] | None
     ) -> list[torch.Tensor]:
         signature = self._settings.signature
-        shown = []
+        results = []
         for name in fetches or signature.outputs:
             at = "loss" if name == signature.loss else name
             if at not in outputs:
-                raise CompatError(f"no such output: {name!r}\nhint: {', '.join(signature.outputs)}")
-            shown.append(torch.from_numpy(np.array(outputs[at])).to(self._settings.device))
-        return shown
+                raise CompatError(
+                    f"unknown output: {name!r} {expected_one_of(name, signature.outputs)}"
+                )
+            results.append(torch.from_numpy(np.array(outputs[at])).to(self._settings.device))
+        return results
 
-    def _started(self, values: Sequence[Any]) -> Trainer:
-        """Return the trainer; the first call exports the model and builds it."""
+    def _exported_trainer(self, values: Sequence[Any]) -> Trainer:
+        """Return the trainer; the first call exports the model and builds the artifacts."""
         if self._trainer is not None:
             return self._trainer
         s = self._settings
@@ -442,7 +451,7 @@ class ORTTrainer:
         if not isinstance(self._model, nn.Module):
             return load(self._model)
         names = [n for n, _ in signature.inputs]
-        # The module may have stayed where it was made while the batches are on a GPU.
+        # The module may be on the CPU while the batches are on a GPU.
         device = next((p.device for p in self._model.parameters()), None)
         tensors = tuple(torch.as_tensor(v, device=device) for v in values)
         module = _WithLoss(self._model, self._loss_fn)
@@ -454,7 +463,7 @@ class ORTTrainer:
         return model
 
     def state_dict(self, pytorch_format: bool = False) -> dict[str, torch.Tensor]:
-        """Return the weights by their names in the module."""
+        """Return the weights under their names in the module."""
         if self._trainer is None:
             if self._pending:
                 return dict(self._pending)
@@ -468,9 +477,9 @@ class ORTTrainer:
         return weights
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = False) -> None:
-        """Set the weights; before the first step, when that comes."""
+        """Set the weights; before the first step, they are set after the export."""
         if self._trainer is None:
-            # Copies: a state_dict of torch changes with the module.
+            # Clone: the tensors of a torch state_dict share memory with the module.
             self._pending = {n: torch.as_tensor(v).clone() for n, v in state_dict.items()}
             self._strict = strict
             return
@@ -478,13 +487,13 @@ class ORTTrainer:
         arrays = {self._names.get(n, n): v for n, v in state_dict.items()}
         missing = sorted(known - set(arrays))
         if strict and missing:
-            raise CompatError(f"the state lacks {', '.join(missing[:5])}")
+            raise CompatError(f"missing parameters in state_dict: {', '.join(missing[:5])}")
         self._trainer.load_weights({n: v for n, v in arrays.items() if n in known}, strict=False)
         self._pending = {}
 
     def save_as_onnx(self, path: str | os.PathLike[str]) -> None:
         """Write the model with the current weights and its loss, in evaluation mode."""
-        self._running("save_as_onnx").export(path)
+        self._require_trainer("save_as_onnx").export(path)
 
     def save_checkpoint(
         self,
@@ -492,8 +501,8 @@ class ORTTrainer:
         user_dict: Mapping[str, Any] | None = None,
         include_optimizer_states: bool = True,
     ) -> None:
-        """Write weights, progress and (by default) the optimizer's state, as safetensors."""
-        trainer = self._running("save_checkpoint")
+        """Write weights, progress and by default the optimizer state to a safetensors file."""
+        trainer = self._require_trainer("save_checkpoint")
         info = {"step": self._train_step_info.step, "user_dict": dict(user_dict or {})}
         if include_optimizer_states:
             trainer.save(path, {"orttrainer": info})
@@ -506,19 +515,21 @@ class ORTTrainer:
     def load_checkpoint(
         self, *paths: str | os.PathLike[str], strict: bool = True
     ) -> dict[str, Any]:
-        """Continue from a checkpoint; return the ``user_dict`` that was saved with it."""
+        """Resume from a checkpoint; return the ``user_dict`` saved with it."""
         if len(paths) != 1:
-            raise CompatError("a checkpoint is one file here\nhint: give one path")
-        trainer = self._running("load_checkpoint")
+            raise CompatError("load_checkpoint reads one file\nhint: pass one path")
+        trainer = self._require_trainer("load_checkpoint")
         meta = trainer.load(paths[0])
         saved = meta.get("orttrainer", {})
         self._train_step_info.step = int(saved.get("step", trainer.global_step))
         self._train_step_info.optimization_step = trainer.global_step
         return dict(saved.get("user_dict", {}))
 
-    def _running(self, what: str) -> Trainer:
+    def _require_trainer(self, what: str) -> Trainer:
         if self._trainer is None:
-            raise CompatError(f"{what} needs a step before it, for the export of the model")
+            raise CompatError(
+                f"{what} needs the exported model\nhint: call train_step or eval_step first"
+            )
         return self._trainer
 
 
@@ -545,12 +556,12 @@ def _rename(model: ir.Model, signature: Signature) -> None:
             f"the description has {len(signature.outputs)} outputs, the model {len(graph.outputs)}"
         )
     rename_initializers(model, lambda name: name.removeprefix("model."))
-    wanted = dict(zip(graph.outputs, signature.outputs, strict=False))
+    new_names = dict(zip(graph.outputs, signature.outputs, strict=False))
     for node in graph.all_nodes():
         for y in node.outputs:
-            if y.name in wanted.values() and y not in wanted:
+            if y.name in new_names.values() and y not in new_names:
                 y.name = f"{y.name}.inner"
-    for y, name in wanted.items():
+    for y, name in new_names.items():
         y.name = name
 
 

@@ -1,7 +1,4 @@
-"""The state of a training run by name, and the file it is kept in.
-
-Values of onnxruntime of either kind, arrays and tensors, in and out of old calls.
-"""
+"""The state of a training run and its checkpoint file; conversions between arrays and OrtValues."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ Tensor = Any
 class Store:
     """Parameters, statistics, gradients and optimizer state.
 
-    A nominal store knows names of parameters only; their values come later.
+    A nominal store has the names of parameters without values; these are set later.
     """
 
     trainable: list[str] = dataclasses.field(default_factory=list)
@@ -45,7 +42,7 @@ class Store:
     lr: float | None = None
     seed: int = 0
     draws: int = 0
-    """How many training steps have drawn random numbers."""
+    """Number of training steps that have drawn random numbers."""
     manifest: dict[str, Any] | None = None
 
     @classmethod
@@ -55,7 +52,7 @@ class Store:
         frozen: Mapping[str, np.ndarray],
         buffers: Mapping[str, np.ndarray],
     ) -> Store:
-        """Return a fresh store of arrays."""
+        """Return a new store of these arrays."""
         return cls(list(trainable), list(frozen), {**trainable, **frozen, **buffers})
 
     @property
@@ -65,11 +62,11 @@ class Store:
 
     @property
     def nominal(self) -> bool:
-        """Whether parameters are known by name only."""
+        """Whether parameters have names without values."""
         return any(n not in self.values for n in self.parameters)
 
     def nominal_copy(self) -> Store:
-        """Return the names without the parameters' values."""
+        """Return a copy without the values of parameters."""
         named = {*self.trainable, *self.frozen}
         rest = {n: v for n, v in self.values.items() if n not in named}
         return dataclasses.replace(self, values=rest, state={}, slots={}, gradients={})
@@ -79,7 +76,7 @@ class Store:
         return to_array(self.values[name])
 
     def set(self, name: str, array: np.ndarray) -> None:
-        """Replace a parameter; shape and type must stay."""
+        """Replace a parameter with a value of the same shape and type."""
         array, old = np.asarray(array), self.array(name)
         for what, expected, got in (
             ("shape", old.shape, array.shape),
@@ -97,7 +94,7 @@ class Store:
         self.state[name], self.slots[name] = value, (parameter, slot)
 
     def save(self, path: str | os.PathLike[str], *, optimizer: bool = True) -> None:
-        """Write a checkpoint: whole, or the old file stays."""
+        """Write a checkpoint atomically."""
         tensors = {n: self.array(n) for n in self.values}
         if optimizer:
             tensors |= {
@@ -119,7 +116,7 @@ class Store:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Store:
-        """Read a checkpoint of this library or of onnxruntime-training."""
+        """Read a checkpoint of onnxtrain or of onnxruntime-training."""
         with as_ort_errors():
             if _is_odtc(path):
                 return _from_odtc(path)
@@ -147,7 +144,7 @@ class Store:
 
 
 def to_array(value: Tensor) -> np.ndarray:
-    """Return an array of a tensor, which nothing else writes to."""
+    """Return a tensor as an array that shares no memory with other arrays."""
     return np.array(value) if isinstance(value, np.ndarray) else value.numpy()
 
 
@@ -156,7 +153,7 @@ def _is_odtc(path: str | os.PathLike[str]) -> bool:
         with open_regular(path) as file:
             return is_odtc(file.read(8))
     except OSError:
-        return False  # the reader says what is wrong
+        return False  # load_checkpoint reports the error
 
 
 def _from_odtc(path: str | os.PathLike[str]) -> Store:
@@ -178,15 +175,15 @@ def _state_name(key: str) -> tuple[str, str]:
 
 
 def as_list(values: Iterable[Any]) -> list[Any]:
-    """Return the elements of a list or of onnxruntime's vector."""
+    """Return the elements of a list or of onnxruntime's ``OrtValueVector``."""
     if hasattr(values, "__getitem__") and hasattr(values, "__len__"):
-        vector: Any = values  # onnxruntime's vectors want to be indexed
+        vector: Any = values  # onnxruntime's vectors support indexing, but not iteration
         return [vector[i] for i in range(len(vector))]
     return list(values)
 
 
 def as_value(value: Any, device: str) -> Any:
-    """Return a Python OrtValue for a value of either kind, an array or a tensor of DLPack."""
+    """Return a Python OrtValue for an OrtValue of Python or C++, an array or a DLPack tensor."""
     kind = runtime.import_onnxruntime().OrtValue
     if isinstance(value, kind):
         return value
@@ -197,36 +194,36 @@ def as_value(value: Any, device: str) -> Any:
     if hasattr(value, "__dlpack__"):
         return kind.from_dlpack(value)
     raise OrtTypeError(
-        f"neither an OrtValue nor an array: {type(value).__name__}\n"
-        "hint: onnxruntime.OrtValue.ortvalue_from_numpy makes one of an array"
+        f"expected an OrtValue or an array, got {type(value).__name__}\n"
+        "hint: convert it with onnxruntime.OrtValue.ortvalue_from_numpy"
     )
 
 
-def check_value(value: Any, wanted: Any, what: str) -> None:
-    """Refuse a value that an input of a session cannot take.
+def check_value(value: Any, expected: Any, what: str) -> None:
+    """Raise if a value does not match an input of a session.
 
     Args:
         value: an OrtValue.
-        wanted: the session's description of the input.
+        expected: the session's description of the input.
         what: ``forward`` or ``backward``, for the message.
     """
-    shape, dims = list(value.shape()), list(wanted.shape)
-    given = f"{value.data_type()} {shape}"
-    if value.data_type() != wanted.type:
+    shape, dims = list(value.shape()), list(expected.shape)
+    actual = f"{value.data_type()} {shape}"
+    if value.data_type() != expected.type:
         raise OrtError(
-            f"Error in {what} pass execution: {wanted.name!r} is {given}\n"
-            f"hint: the model takes {wanted.type} {dims}"
+            f"Error in {what} pass execution: {expected.name!r} is {actual}\n"
+            f"hint: the model expects {expected.type} {dims}"
         )
     fixed = zip(shape, dims, strict=False)
     if len(shape) != len(dims) or any(isinstance(d, int) and s != d for s, d in fixed):
         raise OrtError(
-            f"Error in {what} pass execution: {wanted.name!r} has shape {shape}\n"
-            f"hint: the model takes {dims}"
+            f"Error in {what} pass execution: {expected.name!r} has shape {shape}\n"
+            f"hint: the model expects {dims}"
         )
 
 
 def write_fetches(fetches: Any, values: list[Any]) -> None:
-    """Add values to a list, or to onnxruntime's vector."""
+    """Append values to a list or to onnxruntime's ``OrtValueVector``."""
     for value in values:
         if hasattr(fetches, "push_back"):
             fetches.push_back(value._ortvalue)

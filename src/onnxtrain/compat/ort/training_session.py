@@ -1,4 +1,4 @@
-"""The first old API: ``TrainingSession``, in which every run is a training step.
+"""``TrainingSession``: the first training API, in which every run is one training step.
 
 >>> parameters = TrainingParameters()
 >>> parameters.loss_output_name = "loss"
@@ -25,6 +25,7 @@ from onnxtrain.checkpoint import state_key
 from onnxtrain.compat.ort.errors import OrtError, OrtTypeError, as_ort_errors
 from onnxtrain.compat.ort.optim import ConfigFromAttributes, literal
 from onnxtrain.compat.ort.state import as_value
+from onnxtrain.errors import expected_one_of
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io import load
@@ -35,11 +36,11 @@ _MOMENTS = {"exp_avg": "Moment_1", "exp_avg_sq": "Moment_2"}
 
 @dataclasses.dataclass
 class TrainingParameters:
-    """What to train, and how; settings of memory and speed of the old engine have no effect."""
+    """What to train, and how; options for memory and speed are accepted without effect."""
 
     loss_output_name: str = ""
     weights_to_train: Collection[str] = ()
-    """All that reach the loss, unless given."""
+    """All parameters that affect the loss by default."""
     weights_not_to_train: Collection[str] = ()
     immutable_weights: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     training_optimizer_name: str = ""
@@ -93,17 +94,17 @@ class NodeArg:
 
 
 class TrainingSession:
-    """Trains a model that computes its loss: each run is a step, with the rate that it is given.
+    """Train a model that computes its loss; each run is a step and is fed the learning rate.
 
     Args:
         path_or_bytes: the model.
-        parameters: what to train.
-        sess_options: ``intra_op_num_threads`` of it is taken.
-        providers: CUDA among them trains there.
-        provider_options: taken for old programs.
+        parameters: what to train, and how.
+        sess_options: only ``intra_op_num_threads`` has an effect.
+        providers: trains on CUDA if it is among them.
+        provider_options: accepted for compatibility.
 
     Raises:
-        CompatError: for settings that have no equal here, and for a model without such a loss.
+        CompatError: for unsupported options, or a model without this loss.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class TrainingSession:
         del provider_options
         if not isinstance(path_or_bytes, bytes | str | os.PathLike):
             raise OrtTypeError(f"Unable to load from type '{type(path_or_bytes)}'")
-        _refuse(parameters)
+        _check_supported(parameters)
         self._rate = parameters.lr_params_feed_name
         with as_ort_errors():
             model = load(path_or_bytes)
@@ -151,111 +152,118 @@ class TrainingSession:
         self.loss_scale_input_name = None
 
     def get_inputs(self) -> list[NodeArg]:
-        """Return what a run is fed: the model's inputs, then the learning rate."""
+        """Return the inputs of a run: the model's inputs, then the learning rate."""
         return [*self._inputs, NodeArg(self._rate, "tensor(float)", [1])]
 
     def get_outputs(self) -> list[NodeArg]:
-        """Return what a run can give: the model's outputs."""
+        """Return the outputs of the model."""
         return list(self._outputs)
 
     def run(
         self, output_names: Sequence[str] | None, input_feed: Mapping[str, Any], options: Any = None
     ) -> list[np.ndarray]:
-        """Take one training step; return outputs of the model, as they were before the update."""
+        """Run one training step; return outputs of the model before the update."""
         del options
         known = [y.name for y in self._outputs]
-        wanted = list(output_names or known)
-        strange = [n for n in wanted if n not in known]
-        if strange:
-            raise OrtError(f"no such output: {', '.join(strange)}\nhint: {', '.join(known)}")
+        names_to_fetch = list(output_names or known)
+        unknown = [n for n in names_to_fetch if n not in known]
+        if unknown:
+            expected = expected_one_of(unknown[0], known)
+            raise OrtError(f"unknown output: {', '.join(unknown)} {expected}")
         feeds = {n: as_value(v, "cpu").numpy() for n, v in input_feed.items()}
         missing = [x.name for x in self.get_inputs() if x.name not in feeds]
         if missing:
-            raise OrtError(f"inputs are missing: {', '.join(missing)}")
-        strange = [n for n in feeds if n not in {x.name for x in self.get_inputs()}]
-        if strange:
-            raise OrtError(f"no such input: {', '.join(strange)}")
+            raise OrtError(f"missing inputs: {', '.join(missing)}")
+        inputs = [x.name for x in self.get_inputs()]
+        unknown = [n for n in feeds if n not in inputs]
+        if unknown:
+            expected = expected_one_of(unknown[0], inputs)
+            raise OrtError(f"unknown input: {', '.join(unknown)} {expected}")
         kinds = {x.name: x.type for x in self._inputs}
         for name, kind in kinds.items():
-            given = as_value(feeds[name], "cpu").data_type()
-            if given != kind:
-                raise OrtError(f"{name!r} is {given}\nhint: the model takes {kind}")
+            actual = as_value(feeds[name], "cpu").data_type()
+            if actual != kind:
+                raise OrtError(f"{name!r} is {actual}\nhint: the model expects {kind}")
         self._trainer.lr = float(feeds.pop(self._rate).reshape(-1)[0])
         taken = set(self._trainer.inputs)
         with as_ort_errors():
             result = self._trainer.step(**{n: v for n, v in feeds.items() if n in taken})
         outputs = {**result.outputs, self._loss: np.full(self._shape, result.loss, np.float32)}
-        return [np.array(outputs[n]) for n in wanted]
+        return [np.array(outputs[n]) for n in names_to_fetch]
 
     def get_state(self) -> dict[str, np.ndarray]:
-        """Return weights and the optimizer's state, copied, by their old names."""
-        tensors, places = self._trainer.state_dict(), self._places()
-        state = {name: np.array(tensors[at]) for name, at in places.items()}
+        """Return copies of weights and optimizer state, under onnxruntime-training's names."""
+        tensors, keys = self._trainer.state_dict(), self._state_keys()
+        state = {name: np.array(tensors[at]) for name, at in keys.items()}
         count = np.array([self._trainer.global_step + 1])
         moments = [s for s in self._trainer.manifest.state if s.slot in _MOMENTS]
         return {**state, **{f"Update_Count_{s.parameter}": count for s in moments}}
 
     def load_state(self, state: Mapping[str, Any], strict: bool = False) -> None:
-        """Set weights and the optimizer's state, from what :meth:`get_state` gave.
+        """Set weights and optimizer state from a dict of :meth:`get_state`.
 
         Raises:
-            CompatError: with ``strict``, if a name is missing or not known; if a shape is wrong.
+            CompatError: if a shape is wrong; with ``strict``, if a name is missing or unknown.
         """
-        trainer, places = self._trainer, self._places()
-        wrong = sorted(set(self.get_state()) ^ set(state))
-        if strict and wrong:
-            raise OrtError(f"the state does not fit: {', '.join(wrong[:5])}")
+        trainer, keys = self._trainer, self._state_keys()
+        unmatched = sorted(set(self.get_state()) ^ set(state))
+        if strict and unmatched:
+            raise OrtError(f"missing or unknown names in the state: {', '.join(unmatched[:5])}")
         tensors = trainer.state_dict()
         for name, value in state.items():
             array = as_value(value, "cpu").numpy()
             if name.startswith("Update_Count_"):
                 trainer.global_step = int(array.reshape(-1)[0]) - 1
-            elif name in places:
-                tensors[places[name]] = array
+            elif name in keys:
+                tensors[keys[name]] = array
         with as_ort_errors():
             trainer.load_state_dict(tensors)
 
-    def _places(self) -> dict[str, str]:
-        """Return for each old name the key in the trainer's state."""
-        places = {p.name: p.name for p in self._trainer.manifest.parameters}
+    def _state_keys(self) -> dict[str, str]:
+        """Return onnxruntime-training's name -> key in the trainer's state."""
+        keys = {p.name: p.name for p in self._trainer.manifest.parameters}
         for spec in self._trainer.manifest.state:
             if spec.slot in _MOMENTS:
                 label = f"{_MOMENTS[spec.slot]}_{spec.parameter}"
-                places[label] = state_key(spec.parameter, spec.slot)
-        return places
+                keys[label] = state_key(spec.parameter, spec.slot)
+        return keys
 
     def is_output_fp32_node(self, output_name: str) -> bool:
-        """Return whether an output is of float32."""
+        """Return whether an output is float32."""
         return any(y.name == output_name and y.type == "tensor(float)" for y in self._outputs)
 
 
-def _refuse(parameters: TrainingParameters) -> None:
+def _check_supported(parameters: TrainingParameters) -> None:
     sizes = ("world_size", "data_parallel_size", "horizontal_parallel_size")
-    several = [n for n in (*sizes, "pipeline_parallel_size") if getattr(parameters, n) > 1]
-    if several or parameters.deepspeed_zero_stage:
+    parallel = [n for n in (*sizes, "pipeline_parallel_size") if getattr(parameters, n) > 1]
+    if parallel or parameters.deepspeed_zero_stage:
         raise OrtError(
-            f"a TrainingSession trains in one process here: {', '.join(several) or 'ZeRO'}\n"
-            "hint: onnxtrain.torch.TrainableModule in DistributedDataParallel"
+            f"TrainingSession supports one process only, got {', '.join(parallel) or 'ZeRO'}\n"
+            "hint: use onnxtrain.torch.TrainableModule with DistributedDataParallel"
         )
     if parameters.use_mixed_precision:
         raise OrtError(
-            "a TrainingSession trains in float32\nhint: onnxtrain.build(precision='fp16-mixed')"
+            "TrainingSession trains in float32 only\n"
+            "hint: use onnxtrain.build(..., precision='fp16-mixed')"
         )
     if not parameters.training_optimizer_name:
-        raise OrtError("training_optimizer_name is empty\nhint: SGDOptimizer, say")
+        raise OrtError(
+            "training_optimizer_name is empty\nhint: set it to 'SGDOptimizer', for example"
+        )
     if parameters.set_gradients_as_graph_outputs:
         raise OrtError(
-            "a TrainingSession gives no gradients\nhint: onnxtrain.grad or compat.ort.agent do"
+            "TrainingSession does not return gradients\n"
+            "hint: use onnxtrain.grad or onnxtrain.compat.ort.agent"
         )
 
 
 def _to_scalar(model: ir.Model, name: str) -> list[int]:
-    """Let the loss be a scalar, which training wants; return the shape that it had."""
+    """Reshape the loss to a scalar; return its original shape."""
     graph = model.graph
     at = next((i for i, y in enumerate(graph.outputs) if y.name == name), None)
     if at is None:
-        known = ", ".join(y.name or "" for y in graph.outputs)
-        raise OrtError(f"no such output: loss_output_name={name!r}\nhint: the model has {known}")
+        expected = expected_one_of(name, [y.name or "" for y in graph.outputs])
+        raise OrtError(f"unknown output: loss_output_name={name!r} {expected}")
     loss = graph.outputs[at]
     dims = S.dims_of(loss)
     if dims == ():
@@ -272,9 +280,9 @@ def _to_scalar(model: ir.Model, name: str) -> list[int]:
 
 def _check_weights(model: ir.Model, parameters: TrainingParameters) -> None:
     known = [n for n, x in model.graph.initializers.items() if S.is_float(x)]
-    strange = sorted({*parameters.weights_to_train, *parameters.weights_not_to_train} - set(known))
-    if strange:
-        raise OrtError(f"no such weight: {', '.join(strange)}\nhint: {', '.join(known)}")
+    unknown = sorted({*parameters.weights_to_train, *parameters.weights_not_to_train} - set(known))
+    if unknown:
+        raise OrtError(f"unknown weight: {', '.join(unknown)} {expected_one_of(unknown[0], known)}")
 
 
 def _attributes(parameters: TrainingParameters, name: str) -> dict[str, Any]:
