@@ -95,7 +95,7 @@ def test_further_weights() -> None:
     assert not np.array_equal(old["fc1.weight"], new["fc1.weight"])
     assert np.abs(new["fc1.weight"]).max() <= 1 / np.sqrt(6)
     np.testing.assert_array_equal(new["fc1.bias"], np.zeros(8))
-    with pytest.raises(PrepareError, match=r"no such weight in `reinitialize`: 'fc9\.\*'"):
+    with pytest.raises(PrepareError, match=r"unknown weight in `reinitialize`: 'fc9\.\*'"):
         onnxtrain.replace_head(model, "scores", 3, reinitialize=["fc9.*"])
 
 
@@ -104,7 +104,7 @@ def test_heads_that_cannot_be_replaced() -> None:
         onnxtrain.replace_head(classifier(), "logits", 4)
     with pytest.raises(PrepareError, match="classes must be at least 1"):
         onnxtrain.replace_head(classifier(), "scores", 0)
-    with pytest.raises(PrepareError, match="'hidden' is made by Tanh"):
+    with pytest.raises(PrepareError, match="'hidden' is computed by Tanh"):
         onnxtrain.replace_head(classifier(), "hidden", 4)
     op = graph()
     x = op.input("x", ir.DataType.FLOAT, ["batch", 4])
@@ -116,7 +116,7 @@ def test_heads_that_cannot_be_replaced() -> None:
     x = op.input("x", ir.DataType.FLOAT, ["batch", 4])
     h = op.MatMul(x, weight(op, "w", np.eye(4, dtype=np.float32)))
     used = finished(op, scores=op.Identity(h), more=op.Tanh(h))
-    with pytest.raises(PrepareError, match="feeds other nodes as well"):
+    with pytest.raises(PrepareError, match="also feeds other nodes"):
         onnxtrain.replace_head(used, "scores", 4)
 
 

@@ -1,4 +1,4 @@
-"""A small model and data for it, so that examples run in an empty folder."""
+"""A small model and a dataset, so that examples run without downloads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnxtrain.errors import OnnxTrainError
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io import save
 
-# Five columns by seven rows; a row is a number of five bits.
+# 5 x 7 bitmaps of the digits 0 to 9, one 5-bit integer per row.
 _GLYPHS = (
     (14, 17, 19, 21, 25, 17, 14),
     (4, 12, 4, 4, 4, 4, 14),
@@ -34,13 +34,13 @@ def digits_model(
     dropout: float = 0.0,
     seed: int = 0,
 ) -> onnx.ModelProto:
-    """Return an untrained classifier of small pictures, image [batch, 64] to logits [batch, 10].
+    """Return an untrained classifier of 8 x 8 images: image [batch, 64] to logits [batch, 10].
 
     Args:
-        path: where to write it as well.
-        hidden: numbers in the layer between.
-        dropout: the share of them that training leaves out; off in the file itself.
-        seed: of the weights.
+        path: file to write the model to, if given.
+        hidden: features of the hidden layer.
+        dropout: probability that training drops a hidden feature; inference drops none.
+        seed: random seed of the weights.
 
     >>> [v.name for v in digits_model().graph.initializer]
     ['fc1.weight', 'fc1.bias', 'fc2.weight', 'fc2.bias']
@@ -73,9 +73,9 @@ def digits_model(
 
 
 def digits_data(samples: int = 1200, *, seed: int = 0) -> dict[str, np.ndarray]:
-    """Return drawn digits of 8 x 8 points: ``image`` float32 [samples, 64] and ``labels`` int64.
+    """Return 8 x 8 images of digits: ``image`` float32 [samples, 64] and ``labels`` int64.
 
-    Each is a figure of a small font, moved by up to two points, of another strength, with noise.
+    Each is a digit of a bitmap font, with random position, brightness and noise.
 
     >>> data = digits_data(3)
     >>> data["image"].shape, data["labels"].dtype.name
@@ -88,8 +88,8 @@ def digits_data(samples: int = 1200, *, seed: int = 0) -> dict[str, np.ndarray]:
     rows, columns = rng.integers(0, 2, samples), rng.integers(0, 4, samples)
     bits = np.array(_GLYPHS)[:, :, None] >> np.arange(4, -1, -1) & 1
     image = np.zeros((samples, 8, 8), np.float32)
-    for picture, label, row, column in zip(image, labels, rows, columns, strict=True):
-        picture[row : row + 7, column : column + 5] = bits[label]
+    for pixels, label, row, column in zip(image, labels, rows, columns, strict=True):
+        pixels[row : row + 7, column : column + 5] = bits[label]
     image *= rng.uniform(0.6, 1.0, (samples, 1, 1))
     image += rng.normal(0.0, 0.15, image.shape)
     return {"image": image.clip(0, 1).reshape(samples, 64), "labels": labels}

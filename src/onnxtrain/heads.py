@@ -1,4 +1,8 @@
-"""A trained model made ready for another task."""
+"""Replace the classification head of a model, and reinitialize other weights.
+
+:func:`replace_head` walks from an output back to the last Gemm, MatMul or Conv and gives it new
+weights for another number of classes, as the first step of transfer learning.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from onnxtrain.errors import PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.io import Source, load
 
-# What may stand between the last layer and the output: the class axis stays what it is.
+# Operators allowed between the head and the output: they keep the class axis.
 _PASSTHROUGH_OPS = (
     *("Identity", "Cast", "Dropout", "Flatten", "Relu", "Sigmoid", "Softmax", "LogSoftmax"),
     *("AveragePool", "GlobalAveragePool", "GlobalMaxPool"),
@@ -24,14 +28,14 @@ _PASSTHROUGH_OPS = (
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """Weights and bias of a layer, and the axis of each that counts outputs."""
+    """The last layer: weight, the output axis of the weight, and bias."""
 
     node: ir.Node
     weight: ir.Value
     axis: int
     bias: ir.Value | None
     between: tuple[ir.Value, ...]
-    """Values from the layer to the output, whose shapes will change."""
+    """Values from the layer to the output, which change their shape."""
 
 
 def replace_head(
@@ -42,38 +46,38 @@ def replace_head(
     reinitialize: str | Sequence[str] = (),
     seed: int = 0,
 ) -> onnx.ModelProto:
-    """Return the model with a fresh last layer for another number of classes.
+    """Return the model with a new last layer for another number of classes.
 
-    The layer that makes ``output`` (Gemm, MatMul with or without a bias, Conv) gets new weights of
-    the new size, drawn as torch initialises such layers; all other weights stay.
+    The layer that computes ``output`` (Gemm, MatMul with or without bias, Conv) gets weights of the
+    new size, initialized like ``torch.nn.Linear``. All other weights stay.
 
     Args:
         model: a path, bytes, ``ModelProto`` or ``ir.Model``; it is not changed.
-        output: the name of the output.
-        classes: how many classes there are now.
-        reinitialize: names or globs of further weights to draw anew, at their old size.
-        seed: of the drawn weights.
+        output: name of the output.
+        classes: new number of classes.
+        reinitialize: names or globs of other weights to reinitialize.
+        seed: random seed of the new weights.
 
     Raises:
-        PrepareError: if the output does not exist or is not made by such a layer.
+        PrepareError: if the output is unknown or not computed by such a layer.
     """
     if classes < 1:
         raise PrepareError(f"classes must be at least 1: {classes}")
     work = load(model)
     graph = work.graph
-    known = {y.name or "": y for y in graph.outputs}
-    if output not in known:
-        raise PrepareError(f"unknown output: {output!r}\nhint: the model has {', '.join(known)}")
+    outputs = {y.name or "": y for y in graph.outputs}
+    if output not in outputs:
+        raise PrepareError(f"unknown output: {output!r}\nhint: the model has {', '.join(outputs)}")
     rng = np.random.default_rng(seed)
-    layer = _last_layer(known[output])
-    sizes = list(_sizes(layer.weight))
-    old, sizes[layer.axis] = sizes[layer.axis], classes
-    fan_in = math.prod(sizes) // classes
-    _set(layer.weight, _draw(sizes, fan_in, rng))
+    layer = _last_layer(outputs[output])
+    shape = list(_shape(layer.weight))
+    old, shape[layer.axis] = shape[layer.axis], classes
+    fan_in = math.prod(shape) // classes
+    _set(layer.weight, _uniform(shape, fan_in, rng))
     if layer.bias is not None:
-        shape = list(_sizes(layer.bias))
+        shape = list(_shape(layer.bias))
         shape[-1] = classes if shape[-1] == old else shape[-1]
-        _set(layer.bias, _draw(shape, fan_in, rng))
+        _set(layer.bias, _uniform(shape, fan_in, rng))
     for value in layer.between:
         if value.shape is not None:
             axis = 1 if layer.node.op_type == "Conv" or len(value.shape) < 2 else -1
@@ -87,75 +91,76 @@ def replace_head(
 def reinitialize_weights(
     graph: ir.Graph, names: str | Sequence[str], rng: np.random.Generator
 ) -> list[str]:
-    """Draw weights anew at their own size, in place; return their names.
+    """Reinitialize weights in place; return their names.
 
-    Matrices and kernels are uniform within ``1 / sqrt(fan_in)``; scales and running variances of
-    normalisations become one, other vectors zero.
+    Matrices and kernels become uniform in ``+-1 / sqrt(fan_in)``, scales and running variances of
+    normalization layers one, other vectors zero.
     """
     weights: dict[str, None] = {}
     for pattern in [names] if isinstance(names, str) else names:
-        hits = [n for n in fnmatch.filter(graph.initializers, pattern) if _is_weight(graph, n)]
-        if not hits:
-            raise PrepareError(f"no such weight in `reinitialize`: {pattern!r}")
-        weights.update(dict.fromkeys(hits))
+        matches = [n for n in fnmatch.filter(graph.initializers, pattern) if _is_weight(graph, n)]
+        if not matches:
+            raise PrepareError(f"unknown weight in `reinitialize`: {pattern!r}")
+        weights.update(dict.fromkeys(matches))
     for name in weights:
         x = graph.initializers[name]
-        shape = _sizes(x)
+        shape = _shape(x)
         if len(shape) > 1:
-            _set(x, _draw(shape, _fan_in(x, shape), rng))
+            _set(x, _uniform(shape, _fan_in(x, shape), rng))
         else:
             _set(x, np.full(shape, 1.0 if _is_scale(x) else 0.0))
     return list(weights)
 
 
 def _last_layer(y: ir.Value) -> _Layer:
+    """Return the layer that computes an output, through activations, pooling and a bias."""
     between = [y]
     node = y.producer()
     bias: ir.Value | None = None
     while node is not None and node.op_type in (*_PASSTHROUGH_OPS, "Add"):
         x = node.inputs[0]
         if node.op_type == "Add":
-            x, bias = _sum_and_bias(node)
+            x, bias = _split_bias(node)
         if x is None:
             break
         between.append(x)
         node = x.producer()
     if node is None or node.op_type not in ("Gemm", "MatMul", "Conv"):
-        producer = "no node" if node is None else f"{node.op_type} {node.name!r}"
+        operator = "no node" if node is None else f"{node.op_type} {node.name!r}"
         raise PrepareError(
-            f"{y.name!r} is made by {producer}, not by a layer with weights\n"
-            "hint: Gemm, MatMul and Conv can be replaced"
+            f"{y.name!r} is computed by {operator}, which is not a layer with weights\n"
+            "hint: replace_head supports Gemm, MatMul and Conv"
         )
     if any(len(v.uses()) > 1 for v in between) or y.uses():
-        raise PrepareError(f"the last layer {node.name!r} feeds other nodes as well")
+        raise PrepareError(f"the last layer {node.name!r} also feeds other nodes")
     if node.op_type == "Conv" and node.attributes.get_int("group", 1) != 1:
         raise PrepareError(f"{node.name!r} is a grouped convolution, which cannot be replaced")
     weight, axis = node.inputs[1], 0 if node.op_type == "Conv" else -1
     if node.op_type == "Gemm" and node.attributes.get_int("transB", 0):
         axis = 0
-    maker = None if weight is None else weight.producer()
-    if maker is not None and maker.op_type == "Transpose":
-        weight, axis = maker.inputs[0], 0 if axis else -1
-        maker.outputs[0].shape = None
+    producer = None if weight is None else weight.producer()
+    if producer is not None and producer.op_type == "Transpose":
+        weight, axis = producer.inputs[0], 0 if axis else -1
+        producer.outputs[0].shape = None
     if node.op_type != "MatMul" and len(node.inputs) > 2:
         bias = node.inputs[2]
     return _Layer(
         node,
-        _stored(node, weight),
+        _constant_weight(node, weight),
         axis,
-        None if bias is None else _stored(node, bias),
+        None if bias is None else _constant_weight(node, bias),
         tuple(between),
     )
 
 
-def _sum_and_bias(node: ir.Node) -> tuple[ir.Value | None, ir.Value | None]:
+def _split_bias(node: ir.Node) -> tuple[ir.Value | None, ir.Value | None]:
     a, b = node.inputs
     if a is not None and a.is_initializer():
         a, b = b, a
     return (a, b) if b is not None and b.is_initializer() else (None, None)
 
 
-def _stored(node: ir.Node, x: ir.Value | None) -> ir.Value:
+def _constant_weight(node: ir.Node, x: ir.Value | None) -> ir.Value:
     if x is None or not x.is_initializer() or x.const_value is None:
         raise PrepareError(f"the weights of {node.name!r} are computed, not stored")
     if len(x.uses()) > 1:
@@ -174,25 +179,25 @@ def _is_scale(x: ir.Value) -> bool:
     return any(u.node.op_type.endswith("Normalization") and u.idx in (1, 4) for u in x.uses())
 
 
-def _sizes(x: ir.Value) -> tuple[int, ...]:
+def _shape(x: ir.Value) -> tuple[int, ...]:
     assert x.const_value is not None
     return tuple(x.const_value.numpy().shape)
 
 
-def _draw(shape: Sequence[int], fan_in: int, rng: np.random.Generator) -> np.ndarray:
-    """Return uniform numbers within 1 / sqrt(fan_in), as torch's layers start."""
+def _uniform(shape: Sequence[int], fan_in: int, rng: np.random.Generator) -> np.ndarray:
+    """Return the default initialization of torch.nn.Linear: uniform in +-1 / sqrt(fan_in)."""
     bound = 1.0 / math.sqrt(max(fan_in, 1))
     return rng.uniform(-bound, bound, tuple(shape))
 
 
 def _fan_in(x: ir.Value, shape: tuple[int, ...]) -> int:
-    """Return how many numbers each output of the layer sums up."""
+    """Return the number of inputs of each output element."""
     node = next((use.node for use in x.uses()), None)
-    rows = node is not None and (
+    inputs_first = node is not None and (
         node.op_type == "MatMul"
         or (node.op_type == "Gemm" and not node.attributes.get_int("transB", 0))
     )
-    return shape[-2] if rows else math.prod(shape[1:])
+    return shape[-2] if inputs_first else math.prod(shape[1:])
 
 
 def _set(x: ir.Value, array: np.ndarray) -> None:

@@ -1,6 +1,8 @@
-"""The manifest: the only contract between what was built and what trains it.
+"""The manifest: the contract between ``build`` and the trainers in Python, C++ and JavaScript.
 
-Every input and output of every model is listed with its role; consumers go by roles, not by names.
+It lists every input and output of every model with its role. Trainers look tensors up by role, not
+by name. The file reads from the dataclasses of its entries and :class:`Manifest`, which converts to
+and from JSON, to the validation of a manifest of unknown origin.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ MODEL_ROLES = (
     *("gradients", "scalars", "update"),
 )
 _OPTIONAL = ("in_place", "members")
-"""Entries of a model that are left out where they are empty."""
+"""Entries of a model that JSON omits if they are empty."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,7 @@ class TensorSpec:
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
-    """One model file."""
+    """A model file."""
 
     role: str
     file: str
@@ -50,36 +52,36 @@ class ModelSpec:
     steps_per_call: int = 1
     sha256: str = ""
     members: tuple[str, ...] = ()
-    """For an update over vectors: the parameters that it serves."""
+    """For an update over vectors: the parameters that it updates."""
     in_place: tuple[str, ...] = ()
-    """Inputs that the outputs which replace them may overwrite while the model runs."""
+    """Inputs whose buffers may also be bound to the outputs that feed them."""
 
     def is_for(self, name: str | None) -> bool:
-        """Return whether the model is for a target; ``None`` stands for any."""
+        """Return whether the model is for a target; ``None`` means any."""
         return name is None or name == self.target
 
     def input(self, role: str) -> TensorSpec | None:
-        """Return the first input of a role."""
+        """Return the first input with a role, or ``None``."""
         return next((t for t in self.inputs if t.role == role), None)
 
     def inputs_of(self, *roles: str) -> list[TensorSpec]:
-        """Return the inputs of some roles, in order."""
+        """Return the inputs with these roles, in order."""
         return [t for t in self.inputs if t.role in roles]
 
     def outputs_of(self, *roles: str) -> list[TensorSpec]:
-        """Return the outputs of some roles, in order."""
+        """Return the outputs with these roles, in order."""
         return [t for t in self.outputs if t.role in roles]
 
 
 @dataclasses.dataclass(frozen=True)
 class Location:
-    """Where raw little-endian bytes of a tensor lie."""
+    """Position of the raw little-endian bytes of a tensor in a file."""
 
     file: str
     offset: int
     nbytes: int
     dtype: str = ""
-    """Of these bytes, where it is not that of the tensor."""
+    """Type of these bytes; empty if it is that of the tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +93,12 @@ class WeightSpec:
     shape: tuple[int, ...]
     aliases: tuple[str, ...] = ()
     locations: tuple[Location, ...] = ()
-    """Its bytes in the inference model, to be overwritten with trained ones."""
+    """Its bytes in the inference model, which exporting overwrites with trained values."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StateSpec:
-    """One state tensor of the optimizer."""
+    """A state tensor of the optimizer."""
 
     name: str
     parameter: str
@@ -108,7 +110,7 @@ class StateSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """All there is to know about a directory of artifacts."""
+    """Description of a directory of artifacts."""
 
     models: tuple[ModelSpec, ...]
     parameters: tuple[WeightSpec, ...]
@@ -120,13 +122,13 @@ class Manifest:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     checkpoint: str = "checkpoint"
     weights: str | None = None
-    """File with frozen parameters and constants that the models share, if there are any."""
+    """File of frozen weights that several models share; ``None`` without any."""
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """sha256 of every other file: checkpoint, weights."""
+    """sha256 of the weights file."""
     format: int = FORMAT
 
     def model(self, role: str, target: str | None = None, steps: int = 1) -> ModelSpec | None:
-        """Return the model of a role, for a target if one is named."""
+        """Return the model with a role, for a target if given, or ``None``."""
         return next(
             (
                 m
@@ -137,25 +139,26 @@ class Manifest:
         )
 
     def to_json(self, *, hashes: bool = True) -> str:
-        """Return the text of ``manifest.json``, with sorted keys: a line per tensor and setting."""
+        """Return the text of ``manifest.json``: sorted keys, one line per tensor and setting."""
         data = self.to_dict(hashes=hashes)
         return "{\n" + ",\n".join(f' "{k}": {_lines(data[k])}' for k in sorted(data)) + "\n}\n"
 
     def to_text(self, file: str) -> str:
-        """Return what the model of that file says about itself: the manifest cut down to it.
+        """Return the manifest of a single model, which its metadata contains, as compact JSON.
 
-        It has the model's own entries, and of parameters, buffers and state what it takes; without
-        hashes and spaces.
+        Parameters, buffers and state are included if the model reads them; hashes are not.
         """
         models = tuple(m for m in self.models if m.file == file)
         roles = {t.role for m in models for t in (*m.inputs, *m.outputs)}
-        holds = "infer" in {m.role for m in models}
-        serves = any(m.members for m in models)
+        stores_weights = "infer" in {m.role for m in models}
+        packs_parameters = any(m.members for m in models)
         own = dataclasses.replace(
             self,
             models=models,
-            parameters=self.parameters if holds or serves or "parameter" in roles else (),
-            buffers=self.buffers if holds or "buffer" in roles else (),
+            parameters=self.parameters
+            if stores_weights or packs_parameters or "parameter" in roles
+            else (),
+            buffers=self.buffers if stores_weights or "buffer" in roles else (),
             state=self.state if "state" in roles else (),
         )
         return json.dumps(own.to_dict(hashes=False), separators=(",", ":"), sort_keys=True)
@@ -168,9 +171,9 @@ class Manifest:
                 if not model[name]:
                     del model[name]
         for weight in (*data["parameters"], *data["buffers"]):
-            for place in weight["locations"]:
-                if not place["dtype"]:
-                    del place["dtype"]
+            for location in weight["locations"]:
+                if not location["dtype"]:
+                    del location["dtype"]
         if not hashes:
             data["files"] = {}
             for model in data["models"]:
@@ -182,7 +185,7 @@ class Manifest:
         """Read and validate a manifest.
 
         Raises:
-            CheckpointError: naming what is missing or wrong.
+            CheckpointError: if an entry is missing, unknown or invalid.
         """
         try:
             data = json.loads(text)
@@ -193,7 +196,7 @@ class Manifest:
         if data.get("format") != FORMAT:
             raise CheckpointError(
                 f"{label}: format {data.get('format')!r}, this version reads {FORMAT}\n"
-                "hint: build the artifacts again, or install the version that made them"
+                "hint: build the artifacts again, or install the version that built them"
             )
         manifest = _read(cls, data, label)
         _check(manifest, label)
@@ -201,7 +204,7 @@ class Manifest:
 
 
 def _lines(value: Any, depth: int = 1) -> str:
-    """Return JSON in which the entries of a list of objects have a line each."""
+    """Return JSON with one line for each object of a list."""
     if not isinstance(value, list) or not value or not isinstance(value[0], dict):
         return json.dumps(value, sort_keys=True)
     margin = " " * (depth + 1)
@@ -226,7 +229,7 @@ _NESTED: dict[str, type] = {
     "state": StateSpec,
     "locations": Location,
 }
-_PLAIN: dict[str, tuple[type, ...]] = {
+_TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("name", "dtype", "role", "file", "target", "sha256", "parameter"), (str,)),
     **dict.fromkeys(("slot", "checkpoint"), (str,)),
     **dict.fromkeys(("feeds", "weights"), (str, type(None))),
@@ -238,6 +241,7 @@ _PLAIN: dict[str, tuple[type, ...]] = {
 
 
 def _read(kind: type, data: Any, where: str) -> Any:
+    """Return the dataclass ``kind`` from JSON; ``where`` is the path for error messages."""
     if not isinstance(data, dict):
         raise CheckpointError(f"{where}: expected an object, got {type(data).__name__}")
     fields = {f.name: f for f in dataclasses.fields(kind)}
@@ -262,8 +266,8 @@ def _value(name: str, value: Any, where: str) -> Any:
         if not isinstance(value, list):
             raise CheckpointError(f"{where}: expected a list")
         return tuple(_read(_NESTED[name], item, f"{where}[{i}]") for i, item in enumerate(value))
-    if not isinstance(value, _PLAIN[name]) or (
-        isinstance(value, bool) and bool not in _PLAIN[name]
+    if not isinstance(value, _TYPES[name]) or (
+        isinstance(value, bool) and bool not in _TYPES[name]
     ):
         raise CheckpointError(f"{where}: {value!r} has the wrong type")
     if isinstance(value, list):
@@ -275,6 +279,7 @@ def _value(name: str, value: Any, where: str) -> Any:
 
 
 def _check(manifest: Manifest, label: str) -> None:
+    """Check roles, references between tensors, and that files are inside the directory."""
     for model in manifest.models:
         if model.role not in MODEL_ROLES:
             raise CheckpointError(f"{label}: unknown model role {model.role!r}")
@@ -295,11 +300,11 @@ def _check(manifest: Manifest, label: str) -> None:
 
 
 def _check_names(model: ModelSpec, inputs: set[str], parameters: set[str], label: str) -> None:
-    """Refuse members that are no parameters, and places of inputs that are not there."""
+    """Check that ``members`` are parameters and ``in_place`` are inputs of the model."""
     for known, names in ((parameters, model.members), (inputs, model.in_place)):
         unknown = sorted(set(names) - known)
         if unknown:
-            raise CheckpointError(f"{label}: {model.file} names {unknown[0]!r}, which is not there")
+            raise CheckpointError(f"{label}: {model.file} names the unknown tensor {unknown[0]!r}")
 
 
 def _files(manifest: Manifest) -> Iterator[str]:
@@ -309,4 +314,4 @@ def _files(manifest: Manifest) -> Iterator[str]:
     if manifest.weights is not None:
         yield manifest.weights
     for weight in (*manifest.parameters, *manifest.buffers):
-        yield from (place.file for place in weight.locations)
+        yield from (location.file for location in weight.locations)
