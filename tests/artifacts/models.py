@@ -1,4 +1,4 @@
-"""Small models, made without a framework."""
+"""Small models, built without a framework."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def with_norm(training: bool = False, shared: bool = False) -> onnx.ModelProto:
 def data(
     n: int, features: int = 6, classes: int = 3, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows that a linear map tells apart."""
+    """Rows that a linear classifier separates."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((n, features)).astype(np.float32)
     plan = np.random.default_rng(99).standard_normal((features, classes))

@@ -1,4 +1,4 @@
-"""What artifacts of adapters need for trainers that know no graphs, such as those in browsers."""
+"""Adapter artifacts for trainers that do not read graphs, such as those in browsers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def batch() -> dict[str, np.ndarray]:
     return {"input_ids": ids, "attention_mask": np.ones_like(ids), "labels": ids}
 
 
-def test_both_forms_for_browsers_train_alike(base: Path, tmp_path: Path) -> None:
+def test_both_web_targets_train_alike(base: Path, tmp_path: Path) -> None:
     built(base, "web").save(tmp_path)
     spec = json.loads((tmp_path / "manifest.json").read_text())["models"]
     kinds = {t["dtype"] for m in spec for t in m["inputs"] if t["name"] == "input_ids"}
@@ -95,7 +95,7 @@ def test_frozen_weights_are_written_once(base: Path, tmp_path: Path) -> None:
     assert other.step(**batch()).loss == trainer.step(**batch()).loss
 
 
-def test_the_manifest_has_what_adapters_are_called(base: Path, tmp_path: Path) -> None:
+def test_the_manifest_has_the_names_of_adapters(base: Path, tmp_path: Path) -> None:
     adapted = onnxtrain.lora(base, rank=4, alpha=6, targets="all-linear")
     adapted.export_peft(tmp_path / "peft")
     table = built(base).manifest.options["adapters"]
@@ -108,7 +108,7 @@ def test_the_manifest_has_what_adapters_are_called(base: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 16), (16, 16), (128, 128)])
 def test_sums_over_sizes_give_the_peak(base: Path, sizes: tuple[int, int]) -> None:
-    """At sizes that were tried: the same as counting with numbers."""
+    """Symbolic peak memory equals the memory counted at concrete sizes."""
     model = ir.from_proto(built(base).models["step"])
     graph = model.graph
     numbers: dict[str, int] = {"batch_size": sizes[0], "sequence_length": sizes[1]}

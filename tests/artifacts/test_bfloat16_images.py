@@ -1,4 +1,4 @@
-"""Nets of convolutions in bf16-mixed for CUDA: bfloat16 from layer to layer, as in autocast."""
+"""Convolutional nets in bf16-mixed for CUDA: activations stay bfloat16, as in autocast."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def made(precision: str, model: Any = None) -> Artifacts:
 
 
 class Steps:
-    """Plain descent by the train graph of CUDA, run on a CPU."""
+    """SGD with the train graph of CUDA, run on the CPU."""
 
     def __init__(self, precision: str) -> None:
         artifacts = made(precision)
@@ -156,7 +156,7 @@ def apart(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
     return float(np.linalg.norm(joined[0] - joined[1]) / np.linalg.norm(joined[0]))
 
 
-def test_gradients_are_as_near_to_float32_as_those_of_autocast() -> None:
+def test_gradients_are_as_accurate_as_autocast() -> None:
     exact, theirs = torch_gradients(net(), mixed=False), torch_gradients(net(), mixed=True)
     steps = {p: Steps(p) for p in ("float32", "bf16-mixed")}
     ours = {p: s.gradients(s.run(*batch())) for p, s in steps.items()}
@@ -171,7 +171,7 @@ def test_losses_stay_near_those_of_float32() -> None:
     assert losses[-1][0] < losses[0][0]
 
 
-def test_images_are_bfloat16_from_layer_to_layer() -> None:
+def test_activations_stay_bfloat16() -> None:
     """Casts of images stand at the borders: the picture, the pooling, strided gradients."""
     model = made("bf16-mixed").models["train"]
     onnx.checker.check_model(model, full_check=True)
@@ -205,7 +205,7 @@ def test_no_node_leaves_the_device() -> None:
     assert narrow <= ON_CUDA
 
 
-def test_float32_is_what_it_was() -> None:
+def test_float32_is_unchanged() -> None:
     model = made("float32").models["train"]
     assert model.opset_import[0].version == 21
     assert TensorProto.BFLOAT16 not in element_types(model).values()

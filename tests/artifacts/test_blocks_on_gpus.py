@@ -1,4 +1,4 @@
-"""A block of a transformer, built for CUDA and run on the CPU: gradients and losses are torch's."""
+"""A transformer block built for CUDA, run on the CPU: gradients and losses equal torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PRECISIONS = ("float32", "bf16-mixed")
 
 
 class Block(nn.Module):
-    """Mixing of tokens and a wide layer, each behind a normalisation and with a way around."""
+    """Token mixing and a feed-forward layer, each with a pre-norm and a residual connection."""
 
     def __init__(self, approximate: str) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def built(approximate: str, precision: str) -> Artifacts:
 
 
 class Gradients:
-    """The model of loss and gradients, run on a CPU."""
+    """Runs the model of loss and gradients on the CPU."""
 
     def __init__(self, artifacts: Artifacts) -> None:
         spec = artifacts.manifest.model("gradients")
@@ -113,7 +113,7 @@ def apart(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
 
 
 @pytest.mark.parametrize("approximate", ["tanh", "none"])
-def test_gradients_are_as_near_as_those_of_autocast(approximate: str) -> None:
+def test_gradients_are_as_accurate_as_autocast(approximate: str) -> None:
     exact, theirs = (torch_gradients(approximate, mixed=m) for m in (False, True))
     wide, narrow = (Gradients(built(approximate, p)) for p in PRECISIONS)
     assert apart(exact, wide(*batch())[1]) < 1e-5
@@ -127,7 +127,7 @@ def test_gradients_are_as_near_as_those_of_autocast(approximate: str) -> None:
         assert len(biased) == 1  # the head, whose result is small
 
 
-def test_losses_are_those_of_torch() -> None:
+def test_losses_equal_torch() -> None:
     module = net("tanh").double()
     update = torch.optim.SGD(module.parameters(), RATE)
     runs = [Gradients(built("tanh", p)) for p in PRECISIONS]

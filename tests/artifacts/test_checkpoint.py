@@ -1,4 +1,4 @@
-"""Checkpoints: what they hold, and what becomes of damaged ones."""
+"""Checkpoints: contents, compatibility with safetensors, and damaged files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_round_trip() -> None:
     assert to_bytes(dict(reversed(TENSORS.items())), dict(reversed(META.items()))) == content
 
 
-def test_other_tools_read_it(tmp_path: Path) -> None:
+def test_safetensors_reads_it(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c", TENSORS, META)
     with safe_open(tmp_path / "c", "np") as file:
         assert list(file.metadata()) == ["onnxtrain"]
@@ -50,18 +50,18 @@ def test_other_tools_read_it(tmp_path: Path) -> None:
         np.testing.assert_array_equal(loaded[name], array)
 
 
-def test_it_reads_other_tools() -> None:
+def test_it_reads_safetensors() -> None:
     tensors, meta = from_bytes(save({"w": TENSORS["w"]}, {"format": "np"}))
     assert meta == {}
     np.testing.assert_array_equal(tensors["w"], TENSORS["w"])
 
 
-def test_types_that_cannot_be_stored() -> None:
+def test_unsupported_types() -> None:
     with pytest.raises(CheckpointError, match=r"does not support the type of z \(complex64\)"):
         to_bytes({"z": np.zeros(1, np.complex64)}, {})
 
 
-def test_every_cut_is_noticed() -> None:
+def test_every_truncation_is_detected() -> None:
     content = to_bytes(TENSORS, META)
     for end in range(len(content)):
         with pytest.raises(CheckpointError):
@@ -71,8 +71,8 @@ def test_every_cut_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("bit", [0x01, 0x10])
-def test_every_flipped_byte_is_noticed(bit: int) -> None:
-    """Also in the key of our own metadata, without which there is no digest to compare."""
+def test_every_flipped_byte_is_detected(bit: int) -> None:
+    """Including the metadata key of the digest, without which nothing can be compared."""
     content = to_bytes(TENSORS, META)
     for at in range(len(content)):
         damaged = bytearray(content)
@@ -81,7 +81,7 @@ def test_every_flipped_byte_is_noticed(bit: int) -> None:
             from_bytes(bytes(damaged))
 
 
-def test_metadata_of_others_is_no_damage() -> None:
+def test_unknown_metadata_is_accepted() -> None:
     others = {"info": '{"sha256": "of something else"}', "format": "np", "list": "[1]", "n": "3"}
     tensors, meta = from_bytes(save({"w": TENSORS["w"]}, others))
     assert meta == {}
@@ -126,7 +126,7 @@ def header(entries: dict) -> bytes:
         ),
     ],
 )
-def test_files_that_are_none(content: bytes, message: str | None) -> None:
+def test_invalid_files(content: bytes, message: str | None) -> None:
     if message is None:
         assert from_bytes(content) == ({}, {})
         return
@@ -134,7 +134,7 @@ def test_files_that_are_none(content: bytes, message: str | None) -> None:
         from_bytes(content)
 
 
-def test_noise_is_refused() -> None:
+def test_random_bytes_are_refused() -> None:
     choose = random.Random(0)
     for _ in range(300):
         noise = choose.randbytes(choose.randrange(64))
@@ -143,9 +143,7 @@ def test_noise_is_refused() -> None:
                 from_bytes(content)
 
 
-def test_an_old_file_stays_when_writing_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "c"
     save_checkpoint(path, {"w": TENSORS["w"]}, META)
     before = path.read_bytes()

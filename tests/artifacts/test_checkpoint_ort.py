@@ -1,4 +1,4 @@
-"""Checkpoints of onnxruntime-training: two that its 1.19.2 has written, and ones built here."""
+"""Checkpoints of onnxruntime-training: two written by version 1.19.2, others built here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 TRAINED, FRESH = FIXTURES / "ort_training.ckpt", FIXTURES / "ort_training_fresh.ckpt"
 
 
-def test_what_onnxruntime_has_written() -> None:
+def test_checkpoints_written_by_onnxruntime() -> None:
     trained = read_odtc(TRAINED)
     expected = np.load(FIXTURES / "ort_training.npz")
     assert list(trained.parameters) == ["fc1.bias", "fc1.weight", "fc2.weight"]
@@ -39,7 +39,7 @@ def test_what_onnxruntime_has_written() -> None:
     assert fresh.parameters.keys() == trained.parameters.keys()
 
 
-def test_training_goes_on_from_it() -> None:
+def test_training_resumes_from_it() -> None:
     op = graph()
     x = op.input("x", ir.DataType.FLOAT, ["n", 3])
     old = {**read_odtc(FRESH).parameters, **read_odtc(FRESH).frozen}
@@ -81,7 +81,7 @@ def made(
     dims: tuple[int, ...] = (2, 2),
     moments: int = 1,
 ) -> bytes:
-    """A checkpoint by the flatbuffers library."""
+    """Build a checkpoint with the flatbuffers library."""
     b = flatbuffers.Builder()
 
     def tensor(name: str, array: np.ndarray, offset: int | None = None) -> int:
@@ -141,7 +141,7 @@ def test_momentum_of_sgd(tmp_path: Path) -> None:
     assert meta == {"step": 7, "lr": 0.5, "properties": {}}
 
 
-def test_tensors_in_a_file_beside(tmp_path: Path) -> None:
+def test_tensors_in_an_external_file(tmp_path: Path) -> None:
     values = np.arange(10, 14, dtype=np.float32)
     (tmp_path / "c").write_bytes(made(external=b"", moments=0))
     (tmp_path / "c.data").write_bytes(b"\0\0\0\0" + values.tobytes())
@@ -167,7 +167,7 @@ def test_tensors_in_a_file_beside(tmp_path: Path) -> None:
         (made(dims=(1,) * 65), "65 dimensions, the limit is 32"),
     ],
 )
-def test_files_that_are_none(content: bytes, message: str) -> None:
+def test_invalid_files(content: bytes, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         parse_odtc(content, "c")
 
@@ -181,8 +181,8 @@ def test_nominal_checkpoints_have_no_weights(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "c")
 
 
-def test_damage_is_an_error_and_nothing_else() -> None:
-    """Whatever bits flip, the reader gives a checkpoint or a CheckpointError."""
+def test_damage_raises_checkpoint_error() -> None:
+    """Whichever bits flip, the reader returns a checkpoint or raises CheckpointError."""
     content, choose = TRAINED.read_bytes(), random.Random(0)
     refused = 0
     for _ in range(3000):

@@ -1,4 +1,4 @@
-"""Descent absorbed by the products that make gradients: the same steps, up to rounding."""
+"""SGD folded into the GEMMs that compute weight gradients: the same steps, up to rounding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.artifacts.models import finished, graph, weight
 
 
 def net(batch: int | str, **options: Any) -> Artifacts:
-    """Words, a wide layer and a narrow one, so that either factor of a product may be smaller."""
+    """An embedding, a wide and a narrow layer, so that either factor of a GEMM may be smaller."""
     rng, op = np.random.default_rng(3), graph()
 
     def parameter(name: str, *shape: int) -> ir.Value:
@@ -47,7 +47,7 @@ def both(artifacts: Artifacts) -> tuple[Trainer, Trainer]:
 def check_same(ours: Trainer, plain: Trainer) -> None:
     theirs = plain.state_dict()
     for name, array in ours.state_dict().items():
-        # Products are summed onto the parameter instead of being subtracted at the end.
+        # The GEMM accumulates onto the parameter, so rounding differs from a final subtraction.
         np.testing.assert_allclose(array, theirs[name], rtol=2e-6, atol=2e-7, err_msg=name)
 
 
@@ -97,7 +97,7 @@ def test_nothing_changes_before_it_is_committed(monkeypatch: pytest.MonkeyPatch)
         assert all((array != trainer.view(name)).any() for name, array in before.items())
 
 
-def test_a_rate_of_zero_changes_nothing() -> None:
+def test_a_learning_rate_of_zero_changes_nothing() -> None:
     trainer = Trainer(net("batch"), threads=1)
     before = trainer.state_dict()
     trainer.lr = 0.0
@@ -106,7 +106,7 @@ def test_a_rate_of_zero_changes_nothing() -> None:
         np.testing.assert_array_equal(array, before[name], err_msg=name)
 
 
-def test_a_loaded_run_goes_on(tmp_path: Any) -> None:
+def test_a_loaded_run_resumes(tmp_path: Any) -> None:
     net("batch").save(tmp_path / "net")
     ours, other = Trainer(tmp_path / "net"), Trainer(tmp_path / "net")
     for seed in range(3):
@@ -130,7 +130,7 @@ def test_a_loaded_run_goes_on(tmp_path: Any) -> None:
     ],
     ids=str,
 )
-def test_gradients_that_somebody_else_needs_stay(options: dict[str, Any]) -> None:
+def test_gradients_with_other_uses_are_not_folded(options: dict[str, Any]) -> None:
     ours, plain = both(net("batch", **options))
     assert not folded_names(ours)
     for seed in range(2):

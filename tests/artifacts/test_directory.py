@@ -1,4 +1,4 @@
-"""The directory: names, contents, sameness of bytes, and what happens to damaged ones."""
+"""Directories of artifacts: file names, contents, reproducible bytes, damaged files."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_files(folder: Path) -> None:
 
 
 def test_frozen_weights_are_stored_once(folder: Path) -> None:
-    """fc1.weight is 2,560 bytes: outside of all models but the plain one."""
+    """fc1.weight has 2,560 bytes: only the inference model contains it."""
     assert (folder / "weights.bin").stat().st_size == 40 * 16 * 4
     for name in ("training_model.onnx", "eval_model.onnx", "step_model.onnx"):
         proto = onnx.load(folder / name, load_external_data=False)
@@ -98,7 +98,7 @@ def test_prefix(artifacts: Artifacts, tmp_path: Path) -> None:
     assert Trainer(loaded).step(x, labels).loss == Trainer(artifacts).step(x, labels).loss
 
 
-def test_saved_again_is_the_same(folder: Path, tmp_path: Path) -> None:
+def test_saving_twice_gives_equal_bytes(folder: Path, tmp_path: Path) -> None:
     Artifacts.load(folder).save(tmp_path / "again")
     for path in folder.iterdir():
         if path.is_file():
@@ -114,7 +114,7 @@ def test_checkpoint_is_plain_safetensors(folder: Path) -> None:
 
 
 def test_trained_weights_are_written_by_overwriting_bytes(folder: Path) -> None:
-    """What a browser does: no protobuf library, only offsets."""
+    """As browsers export: without a protobuf library, by offsets."""
     trainer = Trainer(folder)
     x, labels = data(16, features=40)
     for _ in range(3):
@@ -132,7 +132,7 @@ def test_trained_weights_are_written_by_overwriting_bytes(folder: Path) -> None:
 
 
 def test_builds_are_byte_identical(folder: Path, tmp_path: Path) -> None:
-    """Also in a process that hashes strings differently."""
+    """Including builds in a process with another hash seed."""
     script = "import sys; from tests.artifacts.models import example; example().save(sys.argv[1])"
     other = tmp_path / "other"
     root = Path(__file__).parents[2]
@@ -166,7 +166,7 @@ def test_flipped_byte(folder: Path, name: str) -> None:
         damaged = bytearray(content)
         damaged[at] ^= 0x04
         (folder / name).write_bytes(damaged)
-        # A damaged manifest may be noticed by what it says about another file.
+        # A damaged manifest may make the check of another file fail.
         with pytest.raises(CheckpointError, match=None if name == "manifest.json" else name):
             Artifacts.load(folder)
     (folder / name).write_bytes(content)
@@ -215,7 +215,7 @@ def test_wrong_manifest(folder: Path, change: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "nul", "[" * 100_000])
-def test_manifest_is_no_manifest(folder: Path, text: str) -> None:
+def test_invalid_manifest(folder: Path, text: str) -> None:
     (folder / "manifest.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"^manifest.json: "):
         Artifacts.load(folder)
@@ -238,8 +238,8 @@ def test_checkpoint_may_be_replaced_by_a_trained_one(folder: Path) -> None:
     assert again.step(x, labels).loss == trainer.step(x, labels).loss
 
 
-def test_models_may_not_reach_outside(folder: Path) -> None:
-    """Also if the manifest goes along with it."""
+def test_models_may_not_read_outside_files(folder: Path) -> None:
+    """Even if the manifest has the digest of the changed model."""
     (folder.parent / "secret").write_bytes(b"x" * 40 * 16 * 4)
     path = folder / "eval_model.onnx"
     proto = onnx.load(path, load_external_data=False)
@@ -258,7 +258,7 @@ def test_models_may_not_reach_outside(folder: Path) -> None:
         Artifacts.load(folder)
 
 
-def test_no_directory(tmp_path: Path) -> None:
+def test_missing_directory(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"^manifest.json: cannot be read"):
         Artifacts.load(tmp_path / "nowhere")
     (tmp_path / "file").write_text("x")

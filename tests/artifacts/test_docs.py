@@ -1,4 +1,4 @@
-"""The programs in docs/ run, and do what the trainer does."""
+"""The programs in docs/ run and compute what the trainer computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files in 16 bits: float32 masters in training, the file's type in what is exported."""
+"""16-bit models: training uses float32 master weights, export restores the type."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def weights() -> dict[str, np.ndarray]:
 
 
 def mlp(dtype: str, *, narrow_ends: bool = False) -> onnx.ModelProto:
-    """A perceptron with weights of a type; its input and output are float32 unless asked."""
+    """An MLP with weights of a type; input and output are float32 by default."""
     word = {"float32": "float", "float16": "float16", "bfloat16": "bfloat16"}[dtype]
     ends = word if narrow_ends else "float"
     number = {"float32": 1, "float16": 10, "bfloat16": 16}[dtype]
@@ -73,7 +73,7 @@ def test_small_updates_are_not_lost(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_state_is_float32_and_said_to_be(dtype):
+def test_state_is_float32_in_the_manifest_too(dtype):
     artifacts = build(mlp(dtype), loss="mse", optimizer="adamw")
     manifest = artifacts.manifest
     assert {w.dtype for w in manifest.parameters} == {"float32"}
@@ -88,7 +88,7 @@ def test_every_target_has_float32_masters(target):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_what_is_exported_has_the_types_of_the_file(tmp_path, dtype):
+def test_export_has_the_types_of_the_file(tmp_path, dtype):
     trainer, _ = trained(dtype, 3)
     trainer.export(tmp_path / "out.onnx")
     model = load(tmp_path / "out.onnx")

@@ -1,4 +1,4 @@
-"""Directories from strangers: models that reach elsewhere, and files that are no files."""
+"""Untrusted directories: models that reference other files, and names that are not files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def folder(artifacts: Artifacts, tmp_path: Path) -> Path:
 
 
 def sign(folder: Path) -> None:
-    """Give the manifest the sha256 of all files as they are."""
+    """Update the sha256 of all files in the manifest."""
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
     for model in manifest["models"]:
@@ -69,7 +69,7 @@ def sparse(values: TensorProto, indices: TensorProto | None = None) -> onnx.Spar
 
 
 def bare_branch(tensor: TensorProto) -> onnx.GraphProto:
-    """A subgraph that has no node: its output is its initializer."""
+    """A subgraph without nodes, whose output is an initializer."""
     output = onnx.ValueInfoProto(name=tensor.name)
     return onnx.GraphProto(name="branch", output=[output], initializer=[tensor])
 
@@ -173,9 +173,6 @@ def test_models_are_not_saved_without_their_data(tmp_path: Path, place: str) -> 
         save(model, tmp_path / "m.onnx")
 
 
-# -- files that are no files ------------------------------------------------------------
-
-
 def pipe(path: Path) -> None:
     os.mkfifo(path)
 
@@ -193,7 +190,7 @@ KINDS = {
 
 @pytest.mark.parametrize("make", KINDS)
 @pytest.mark.parametrize("name", ["manifest.json", STEP, "weights.bin", "checkpoint"])
-def test_no_file_in_a_directory(folder: Path, name: str, make: Callable[[Path], None]) -> None:
+def test_special_file_in_a_directory(folder: Path, name: str, make: Callable[[Path], None]) -> None:
     (folder / name).unlink()
     make(folder / name)
     with pytest.raises(CheckpointError, match=f"^{name}: cannot be read: {KINDS[make]}\nhint"):
@@ -201,7 +198,7 @@ def test_no_file_in_a_directory(folder: Path, name: str, make: Callable[[Path], 
 
 
 @pytest.mark.parametrize("make", KINDS)
-def test_no_file_as_checkpoint(
+def test_special_file_as_checkpoint(
     artifacts: Artifacts, tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
     path = tmp_path / "there"

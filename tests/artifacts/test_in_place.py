@@ -1,4 +1,4 @@
-"""When a graph may write over its inputs."""
+"""Inputs that a graph may overwrite with its outputs."""
 
 from __future__ import annotations
 

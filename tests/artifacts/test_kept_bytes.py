@@ -1,4 +1,4 @@
-"""What the backward pass of a build for CUDA keeps, beside the tensors that torch's graph saves."""
+"""Bytes saved for backward by a build for CUDA, compared with those saved by torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS, WIDTH, HEADS = 4, 32, 4
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward part; the norms stand in front, or behind as in BERT."""
+    """Attention and feed-forward layer, pre-norm, or post-norm as in BERT."""
 
     def __init__(self, *, behind: bool) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("precision", ["float32", "bf16-mixed"])
 @pytest.mark.parametrize("name", NETS)
-def test_no_more_is_kept_than_torch_saves(name: str, precision: str) -> None:
+def test_saves_no_more_than_torch(name: str, precision: str) -> None:
     behind, length = NETS[name]
     net, x = Net(behind=behind), torch.randn(ROWS, length, WIDTH)
     theirs = saved_by_torch(net, x, precision != "float32")
@@ -123,7 +123,7 @@ def test_no_more_is_kept_than_torch_saves(name: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_with_everything_kept_it_would_be_more(name: str) -> None:
+def test_saving_everything_would_take_more(name: str) -> None:
     behind, length = NETS[name]
     net, x = Net(behind=behind), torch.randn(ROWS, length, WIDTH)
     everything = kept_by_us(net, x, recompute="none")

@@ -1,4 +1,4 @@
-"""Saving over old artifacts, killed or refused at every operation on files."""
+"""Saving over old artifacts, killed or failing at each file operation."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ OPERATIONS = ("open", "fsync", "replace", "unlink", "mkdir", "listdir")
 
 
 class Killed(BaseException):
-    """The process is gone: nothing after this has an effect on files."""
+    """The process was killed: later file operations have no effect."""
 
 
 class Countdown:
-    """Raises at the n-th operation on files, and if it is a kill, at all after it."""
+    """Raises at the n-th file operation, and if killed, at every later one."""
 
     def __init__(self, patch: pytest.MonkeyPatch, n: int, error: BaseException) -> None:
         self.left, self.error = n, error
@@ -115,7 +115,7 @@ def test_old_or_new(
 def test_killed_twice(
     old: Artifacts, new: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A directory that a killed save has left under spare names is replaced as safely."""
+    """Saving again over the staging files of a killed save is also atomic."""
     new.save(tmp_path / "start")
     manifest = (tmp_path / "start" / "manifest.json").read_bytes()
     for n in range(1, 500):

@@ -1,4 +1,4 @@
-"""Weights too large for protobufs: one file, mapped, never copied, shared by all models."""
+"""Weights too large for a protobuf: one memory-mapped file that all models share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOSS = losses.LossTerm("mse", output="y")
 
 
 def deep(width: int = WIDTH, layers: int = LAYERS) -> ir.Model:
-    """Many square layers and a head, all in memory."""
+    """Many square layers and a head, in memory."""
     rng = np.random.default_rng(9)
     shapes = {f"w{i}": (width, width) for i in range(layers)} | {"head": (width, CLASSES)}
     steps = [f"h{i + 1} = MatMul(h{i}, w{i}) t{i + 1} = Tanh(h{i + 1})" for i in range(layers)]
@@ -46,7 +46,7 @@ def deep(width: int = WIDTH, layers: int = LAYERS) -> ir.Model:
 
 @pytest.fixture(params=["file", "memory"])
 def given(request, tmp_path, monkeypatch) -> object:
-    """The model with external data, or all in memory, where little is large already."""
+    """The model with external data or in memory, with a low limit for large models."""
     monkeypatch.setattr(external_data, "LARGE_MODEL_BYTES", 4096)
     if request.param == "memory":
         return deep()
@@ -64,14 +64,14 @@ def batch(width: int = WIDTH) -> tuple[np.ndarray, np.ndarray]:
 
 
 def reference(**options: object) -> Trainer:
-    """The same trained from protobufs that hold everything."""
+    """The same training from protobufs that contain the weights."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(external_data, "LARGE_MODEL_BYTES", 1 << 40)
         return Trainer(build(deep(), loss=LOSS, optimizer="adamw:lr=0.01", **options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("train", [["head"], None])
-def test_it_trains_as_ever(given, train):
+def test_it_trains_like_a_small_model(given, train):
     artifacts = build(given, loss=LOSS, optimizer="adamw:lr=0.01", train=train)
     for key, model in artifacts.models.items():
         for t in model.graph.initializer:
@@ -98,7 +98,7 @@ def test_a_directory_holds_one_file_of_weights(given, tmp_path):
 
 @pytest.mark.parametrize("train", [["head"], None])
 @pytest.mark.parametrize("saved", [True, False])
-def test_what_is_exported_is_whole(given, tmp_path, monkeypatch, train, saved):
+def test_exported_model_is_complete(given, tmp_path, monkeypatch, train, saved):
     artifacts = build(given, loss=LOSS, optimizer="adamw:lr=0.01", train=train)
     if saved:
         artifacts.save(tmp_path / "run")
@@ -113,7 +113,7 @@ def test_what_is_exported_is_whole(given, tmp_path, monkeypatch, train, saved):
     np.testing.assert_allclose(trainer.predict(x)["y"], want, rtol=1e-5, atol=1e-6)
 
 
-def test_what_was_loaded_is_saved_again(given, tmp_path):
+def test_loaded_artifacts_can_be_saved(given, tmp_path):
     build(given, loss=LOSS, optimizer="sgd", train=["head"]).save(tmp_path / "run")
     for target in ("copy", "run"):
         Artifacts.load(tmp_path / "run").save(tmp_path / target)
@@ -121,7 +121,7 @@ def test_what_was_loaded_is_saved_again(given, tmp_path):
         assert again.step(*batch()).loss == Trainer(tmp_path / "run").step(*batch()).loss
 
 
-def test_the_original_is_not_touched(given, tmp_path):
+def test_the_original_is_unchanged(given, tmp_path):
     if not isinstance(given, Path):
         pytest.skip("there is no file")
     before = {p: p.read_bytes() for p in given.parent.iterdir()}
@@ -131,7 +131,7 @@ def test_the_original_is_not_touched(given, tmp_path):
     assert {p: p.read_bytes() for p in given.parent.iterdir()} == before
 
 
-def test_weights_that_went_away_are_named(given, tmp_path):
+def test_deleted_weights_are_named(given, tmp_path):
     if not isinstance(given, Path):
         pytest.skip("there is no file")
     artifacts = build(given, loss=LOSS, optimizer="sgd")
@@ -140,7 +140,7 @@ def test_weights_that_went_away_are_named(given, tmp_path):
         artifacts.save(tmp_path / "run")
 
 
-def test_an_older_opset_is_refused_with_the_way_out(given):
+def test_an_older_opset_is_refused_with_a_hint(given):
     with pytest.raises(onnxtrain.errors.PrepareError, match="lower the exported model"):
         build(given, loss=LOSS, optimizer="sgd", opset=13)
 
@@ -198,7 +198,7 @@ def test_three_gigabytes(tmp_path):
 
 
 def write_large(path: Path, width: int, layers: int) -> None:
-    """Write a deep model layer by layer: it is never in memory as a whole."""
+    """Write a deep model layer by layer, without holding it in memory."""
     small = ir.to_proto(deep(16, layers))
     rng = np.random.default_rng(2)
     with path.with_name("large.data").open("wb") as data:

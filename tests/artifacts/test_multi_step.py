@@ -1,4 +1,4 @@
-"""Several steps per call, and the forms for browsers in one directory."""
+"""Several steps per call, and the models of both web targets in one directory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCORES = [losses.LossTerm("cross_entropy", output="scores")]
 
 
 def dropping() -> onnx.ModelProto:
-    """x [batch, 6] -> y [batch, 3], with a mask that changes from step to step."""
+    """x [batch, 6] -> y [batch, 3], with a dropout mask that changes from step to step."""
     op = graph()
     x = op.input("x", ir.DataType.FLOAT, ["batch", 6])
     w = weight(op, "w", np.random.default_rng(0).standard_normal((6, 3)).astype(np.float32))
@@ -37,7 +37,7 @@ def dropping() -> onnx.ModelProto:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slowing(optim.Optimizer):
-    """Descent that keeps one number for each parameter, whatever the parameter's shape."""
+    """SGD whose state is one scalar per parameter, of whatever shape."""
 
     elementwise = True
 
@@ -87,7 +87,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
         )
         for name in optim.OPTIMIZERS
     },
-    "a state of one number": (classifier, {"loss": SCORES, "optimizer": Slowing()}, (6,)),
+    "scalar state": (classifier, {"loss": SCORES, "optimizer": Slowing()}, (6,)),
     "batch norm": (with_norm, {}, (4, 5)),
     "batch norm as it is": (with_norm, {"mode": "as-is"}, (4, 5)),
     "dropout": (dropping, {}, (6,)),
@@ -95,7 +95,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_as_many_single_steps(case: str) -> None:
+def test_equals_single_steps(case: str) -> None:
     model, options, dims = CASES[case]
     artifacts = built(model(), steps_per_call=K, **options)
     spec = artifacts.manifest.model("step", steps=K)
@@ -136,7 +136,7 @@ def test_as_many_single_steps(case: str) -> None:
             np.testing.assert_array_equal(outputs[t.name], after[t.feeds], err_msg=t.name)
 
 
-def test_one_value_reported_twice() -> None:
+def test_loss_that_is_also_an_output() -> None:
     op = graph()
     x = op.input("x", ir.DataType.FLOAT, ["batch", 2])
     w = weight(op, "w", np.ones((2, 1), np.float32))
@@ -172,10 +172,10 @@ def test_small_parameters_are_updated_together() -> None:
     assert nodes(optimizer="rmsprop").count("Sqrt") == 1
     biases = [optim.ParamGroup("*.bias", lr_factor=0.5)]
     assert nodes(optimizer=optim.AdamW(groups=biases)).count("Sqrt") == 3
-    assert nodes(optimizer="lamb").count("Sqrt") > 4  # looks at whole tensors
+    assert nodes(optimizer="lamb").count("Sqrt") > 4  # norms of whole tensors
 
 
-def test_state_that_fades_becomes_zero() -> None:
+def test_denormal_state_becomes_zero() -> None:
     artifacts = built(classifier(), loss=SCORES, steps_per_call=2)
     spec = artifacts.manifest.model("step", steps=2)
     assert spec is not None
@@ -187,8 +187,8 @@ def test_state_that_fades_becomes_zero() -> None:
     feeds = {t.name: given[t.role] if t.role in given else start[t.name] for t in spec.inputs}
     session = ort.InferenceSession(artifacts.source("step", steps=2))
     names = ["fc1.weight.exp_avg.out", "fc2.bias.exp_avg.out", "fc1.weight.out"]
-    faded, live, weight_ = (np.asarray(v) for v in session.run(names, feeds))
-    assert not faded.any()
+    denormal, live, weight_ = (np.asarray(v) for v in session.run(names, feeds))
+    assert not denormal.any()
     assert live.any()
     np.testing.assert_array_equal(weight_, start["fc1.weight"])
 
@@ -209,7 +209,7 @@ def test_defaults() -> None:
             counts(**wrong)
 
 
-def test_web_has_both_forms(tmp_path: Path) -> None:
+def test_web_has_models_for_both_targets(tmp_path: Path) -> None:
     artifacts = built(with_norm(), target="web")
     manifest = artifacts.save(tmp_path, prefix="net_")
     files = sorted(p.name for p in tmp_path.iterdir())
@@ -239,7 +239,7 @@ def test_web_has_both_forms(tmp_path: Path) -> None:
     assert runs[0] == pytest.approx(runs[1], abs=1e-6)
 
 
-def test_web_shares_what_is_the_same(tmp_path: Path) -> None:
+def test_web_shares_equal_models(tmp_path: Path) -> None:
     op = graph()
     x = op.input("x", ir.DataType.FLOAT, ["batch", 2])
     w = weight(op, "w", np.ones((2, 1), np.float32))

@@ -1,4 +1,4 @@
-"""Artifacts for older opsets train as the ones of the working opset do."""
+"""Artifacts for older opsets train like those of the default opset."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.artifacts.models import classifier, finished, graph, weight, with_nor
 SCORES = [losses.LossTerm("cross_entropy", output="scores")]
 
 
-def pictures() -> onnx.ModelProto:
+def images() -> onnx.ModelProto:
     """x [batch, 2, 6, 6] -> y [batch, 3]: a convolution, pooling that overlaps, a norm, dropout."""
     rng, op = np.random.default_rng(0), graph()
 
@@ -43,7 +43,7 @@ def pictures() -> onnx.ModelProto:
 NETS: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
     "classifier": (classifier, (6,), {"loss": SCORES, "clip": 1.0, "ema": 0.9}),
     "batch norm": (with_norm, (4, 5), {"optimizer": optim.SGD(momentum=0.9)}),
-    "pictures": (pictures, (2, 6, 6), {"target": "webgpu"}),
+    "images": (images, (2, 6, 6), {"target": "webgpu"}),
 }
 
 
@@ -107,9 +107,9 @@ def test_fixed_sizes_reach_opset_9():
     np.testing.assert_allclose(actual, trained(built("classifier"), (6,), "fused"), rtol=2e-5)
 
 
-def test_what_cannot_be_lowered_is_named():
+def test_unsupported_opset_is_named():
     with pytest.raises(LoweringError) as caught:
-        built("pictures", target="cpu", opset=13)
+        built("images", target="cpu", opset=13)
     first, *_, last = str(caught.value).splitlines()
     assert first == "the train model: 1 node(s) cannot be lowered to opset 13"
     assert last.startswith("hint: target='portable'")
@@ -118,7 +118,7 @@ def test_what_cannot_be_lowered_is_named():
 
 
 def test_command_line(tmp_path: Path):
-    onnx.save(pictures(), tmp_path / "net.onnx")
+    onnx.save(images(), tmp_path / "net.onnx")
     arguments = ["build", tmp_path / "net.onnx", "--loss", "cross_entropy", "-o", tmp_path / "out"]
     arguments += ["--target", "webgpu", "--opset", "13"]
     result = CliRunner().invoke(cli.app, list(map(str, arguments)))

@@ -106,8 +106,8 @@ def test_losses_follow_autocast(name: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", HALVES)
-def test_products_are_rounded(precision: str) -> None:
-    """What a linear layer gives has 16 bits, and is what float32 gives, rounded once."""
+def test_linear_outputs_are_rounded(precision: str) -> None:
+    """The output of a linear layer has 16 bits: the float32 result, rounded once."""
     outputs = {}
     for kind in (precision, "float32"):
         trainer = Trainer(made("mlp", kind, outputs=["y"]), threads=1)
@@ -183,7 +183,7 @@ def test_accumulation_and_clipping() -> None:
     """Sums hold scaled gradients; they are divided by the scale before they are clipped."""
     options = {"accumulate": 2, "clip": 0.1, "optimizer": optim.SGD(lr=0.5)}
     trainer = Trainer(made("mlp", Precision("fp16-mixed", **SCALER), **options), threads=1)
-    # torch divides the loss by the number of batches ahead of the reverse sweep.
+    # torch divides the loss by the number of batches before the backward pass.
     doubled = {**SCALER, "init_scale": 2 * SCALER["init_scale"]}
     reference = Torch("mlp", "fp16-mixed", lambda p: torch.optim.SGD(p, lr=0.5), **doubled)
     given = batches("mlp", 24)
@@ -241,7 +241,7 @@ def types_of(model: onnx.ModelProto) -> dict[str, int]:
 
 @pytest.mark.parametrize("precision", HALVES)
 @pytest.mark.parametrize("name", NETS)
-def test_cuda_form_multiplies_in_16_bits(name: str, precision: str) -> None:
+def test_cuda_models_multiply_in_16_bits(name: str, precision: str) -> None:
     """Forward and backward."""
     half = {"bf16-mixed": TensorProto.BFLOAT16, "fp16-mixed": TensorProto.FLOAT16}[precision]
     narrow = {"Conv", "MatMul", "Gemm"}
@@ -257,7 +257,7 @@ def test_cuda_form_multiplies_in_16_bits(name: str, precision: str) -> None:
 
 @pytest.mark.parametrize("precision", HALVES)
 @pytest.mark.parametrize("name", NETS)
-def test_cuda_form_gives_the_same_numbers(name: str, precision: str) -> None:
+def test_cuda_models_compute_equal_values(name: str, precision: str) -> None:
     """Checked by onnx's reference evaluator, which has products of both types."""
     batch = batches(name, 1)[0]
     outputs = {}
@@ -294,6 +294,6 @@ def test_refusals(options: dict[str, Any], message: str) -> None:
         made("mlp", **options)
 
 
-def test_numbers_of_the_scaler_are_checked() -> None:
+def test_scaler_options_are_checked() -> None:
     with pytest.raises(PrepareError, match="invalid loss scaling"):
         Precision("fp16-mixed", backoff_factor=2.0)

@@ -1,4 +1,4 @@
-"""Private gradients against torch's per-example ones, and the noise against its law."""
+"""DP-SGD: clipped gradients equal torch's per-example ones, noise has the right distribution."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def clipped_mean(module: torch.nn.Module, x: np.ndarray, y: np.ndarray) -> dict[
 
 
 @pytest.mark.parametrize("net", [conv_net, dense_net])
-def test_each_example_is_clipped_by_itself(net) -> None:
+def test_each_example_is_clipped_separately(net) -> None:
     module = net()
     x, y = batch()
     trainer = onnxtrain.Trainer(built(module, DP(clip=CLIP, noise=0.0)))
@@ -97,7 +97,7 @@ def test_nothing_is_clipped_below_the_limit() -> None:
         np.testing.assert_allclose(private[name], gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_noise_is_normal_of_the_size_asked_for() -> None:
+def test_noise_is_normal_with_the_requested_scale() -> None:
     """What DP-SGD adds to the mean: standard deviation noise * clip / examples."""
     noise, (x, y) = 1.5, batch()
     trainer = onnxtrain.Trainer(built(conv_net(), DP(clip=CLIP, noise=noise)), seed=77)
@@ -113,7 +113,7 @@ def test_noise_is_normal_of_the_size_asked_for() -> None:
     assert abs(numbers.mean()) < 5 / np.sqrt(count)
     assert abs(numbers.var() - 1) < 5 * np.sqrt(2 / count)
     assert abs((numbers**4).mean() - 3) < 5 * np.sqrt(96 / count)
-    # No two places, and no two steps, have the same noise.
+    # Noise differs between elements and between steps.
     between = np.corrcoef(numbers)[np.triu_indices(len(numbers), 1)]
     assert np.abs(between).max() < 6 / np.sqrt(numbers.shape[1])
     trainer.global_step = 0
@@ -136,7 +136,7 @@ def test_a_run_learns_and_resumes(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("target", ["wasm", "portable"])
-def test_other_targets_find_the_same(target: str) -> None:
+def test_other_targets_give_equal_gradients(target: str) -> None:
     x, y = batch()
     found = onnxtrain.Trainer(built(conv_net(), DP(CLIP, 0.5), target=target), seed=3).gradients(
         x, y
@@ -146,7 +146,7 @@ def test_other_targets_find_the_same(target: str) -> None:
         np.testing.assert_allclose(found[name], gradient, rtol=1e-4, atol=1e-5)
 
 
-def test_what_mixes_examples_is_refused() -> None:
+def test_models_that_mix_examples_are_refused() -> None:
     dp = DP(1.0, 1.0)
     with pytest.raises(PrepareError, match="mixes examples"):
         built(dense_net(torch.nn.BatchNorm1d(5)), dp)

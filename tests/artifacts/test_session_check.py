@@ -1,4 +1,4 @@
-"""What the runtime refuses is found when artifacts are built."""
+"""Builds fail early if onnxruntime cannot load a model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_sequences_are_refused():
         build(model, loss="mse", optimizer="sgd")
 
 
-def test_a_file_that_the_runtime_refuses_is_refused_in_its_words(tmp_path):
+def test_a_model_that_onnxruntime_cannot_load_reports_its_error(tmp_path):
     model = parsed(PLAIN)
     model.opset_import.add(domain="com.microsoft", version=1)
     node = model.graph.node.add(
@@ -60,7 +60,7 @@ def _loss() -> object:
     return onnxtrain.losses.LossTerm("mse", output="y")
 
 
-def test_a_refused_step_model_is_our_defect_and_is_kept(monkeypatch):
+def test_an_invalid_step_model_is_reported_as_a_defect_and_saved(monkeypatch):
     create = session.create
 
     def picky(source: bytes, **options: object) -> object:
@@ -88,7 +88,7 @@ def test_without_a_runtime_nothing_is_checked(monkeypatch):
     assert build(parsed(PLAIN), loss="mse", optimizer="sgd").models
 
 
-def test_own_operators_are_left_to_their_runtime():
+def test_custom_operators_are_not_checked():
     model = parsed(PLAIN)
     model.opset_import.add(domain="com.acme", version=1)
     model.graph.node.add(op_type="Swirl", domain="com.acme", input=["y"], output=["z"])
@@ -98,8 +98,8 @@ def test_own_operators_are_left_to_their_runtime():
 
 
 @pytest.mark.parametrize("wide", [1, 10])
-def test_normalisations_between_casts(wide):
-    """The runtime fuses these, and then wanted both sides of one type."""
+def test_normalization_between_casts(wide):
+    """onnxruntime fuses these nodes and then requires inputs of equal types."""
     rng = np.random.default_rng(0)
     text = f"""g (float16[N,4,8] x) => (float16[N,4,8] y)
     <float16[8] scale, float16[8] bias, float16[8,8] w,

@@ -1,4 +1,4 @@
-"""Names at the ends of a graph: each once, whatever the graph has inside."""
+"""Names of graph inputs and outputs are unique; colliding inner values are renamed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from onnxtrain.artifacts.graphs import GraphSignature
 from onnxtrain.graph.builder import OpBuilder
 
 
-def test_names_of_ends_are_distinct_and_values_inside_give_way() -> None:
+def test_colliding_inner_values_are_renamed() -> None:
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 21}, name="names")
     op = OpBuilder(graph)
     given = op.input("x", ir.DataType.FLOAT, [1])

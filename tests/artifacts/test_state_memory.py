@@ -1,4 +1,4 @@
-"""State that is zero at first takes no memory of the host, however many parameters there are."""
+"""Zero-initialized optimizer state takes no host memory, for any number of parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print((resident() - before) / weight.nbytes)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the memory")
-def test_averages_that_start_at_zero_are_not_written() -> None:
+def test_zero_initialized_moments_are_not_written() -> None:
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=300
     )

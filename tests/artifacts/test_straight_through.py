@@ -1,4 +1,4 @@
-"""Training through quantisers: gradients as of torch's fake quantisation."""
+"""Straight-through gradients of quantizers equal those of torch's fake quantization."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model_of(text: str, **constants: np.ndarray) -> onnx.ModelProto:
 
 
 def gradients(model: onnx.ModelProto, wrt: list[str], feeds: dict[str, np.ndarray], dy: np.ndarray):
-    """Return the output and the gradients, trained straight through."""
+    """Return the output and the straight-through gradients."""
     work = load_normalized(model, straight_through=True)
     made = GradientModel(work)
     values = select_wrt(work, wrt)
@@ -52,7 +52,7 @@ DY = RNG.standard_normal((4, 6)).astype(np.float32)
 @pytest.mark.parametrize(
     ("dtype", "low", "high"), [(np.uint8, 0, 255), (np.int8, -128, 127), (np.int16, -32768, 32767)]
 )
-def test_one_scale_equals_torch(dtype, low: int, high: int) -> None:
+def test_per_tensor_scale_equals_torch(dtype, low: int, high: int) -> None:
     scale, zero = np.float32(0.01), dtype(7)
     y, dx = gradients(model_of(QDQ.replace("AXIS", "1"), s=scale, z=zero), ["x"], {"x": X}, DY)
     x = torch.tensor(X, requires_grad=True)
@@ -65,7 +65,7 @@ def test_one_scale_equals_torch(dtype, low: int, high: int) -> None:
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_a_scale_per_channel_equals_torch(axis: int) -> None:
+def test_per_channel_scale_equals_torch(axis: int) -> None:
     count = X.shape[axis]
     scale = np.linspace(0.005, 0.02, count).astype(np.float32)
     zero = np.arange(count).astype(np.int8)
@@ -80,7 +80,7 @@ def test_a_scale_per_channel_equals_torch(axis: int) -> None:
     np.testing.assert_allclose(dx, x.grad.numpy(), atol=1e-6)
 
 
-def test_a_trained_scale_equals_torch() -> None:
+def test_trainable_scale_equals_torch() -> None:
     scale, zero = np.float32(0.01), np.int8(7)
     model = model_of(QDQ.replace("AXIS", "1"), s=scale, z=zero)
     _, dx, ds = gradients(model, ["x", "s"], {"x": X}, DY)
@@ -141,8 +141,8 @@ FORMS = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_products_of_integers(name: str) -> None:
-    """Where nothing is clipped, the gradient is that of the float product."""
+def test_integer_matmuls(name: str) -> None:
+    """Without clipping, the gradient equals that of the float matmul."""
     text, constants, x, shape, weight = FORMS[name]
     model = model_of(text, **constants)
     dy = RNG.standard_normal(shape).astype(np.float32)
@@ -153,7 +153,7 @@ def test_products_of_integers(name: str) -> None:
     np.testing.assert_allclose(dx, dy @ weight.T, rtol=1e-4, atol=1e-4)
 
 
-def test_a_convolution_of_integers() -> None:
+def test_integer_convolution() -> None:
     text = """(float[2, 3, 5, 5] x) => (float[2, 4, 3, 3] y) {
         q = QuantizeLinear(x, s, z)
         n = QLinearConv(q, s, z, w, v, o, t, z, b)
@@ -192,13 +192,13 @@ CONSTANTS = {
 }
 
 
-def test_without_the_option_it_is_refused_and_named() -> None:
+def test_without_the_option_the_error_names_it() -> None:
     model = model_of(TRAINED, **CONSTANTS)
     with pytest.raises(UndifferentiableError, match=r"build\(\.\.\., straight_through=True\)"):
         onnxtrain.build(model, loss="mse", optimizer="sgd", train="w")
 
 
-def test_a_model_with_quantisers_trains() -> None:
+def test_a_model_with_quantizers_trains() -> None:
     model = model_of(TRAINED, **CONSTANTS)
     built = onnxtrain.build(
         model, loss="mse", optimizer="adamw:lr=0.01", train=["w", "v"], straight_through=True

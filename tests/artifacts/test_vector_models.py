@@ -1,4 +1,4 @@
-"""The models of a step over vectors: when they are there, what they serve, how they travel."""
+"""Models of a step over vectors: when a build has them, their parameters, saving and loading."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def steps(trainer: Trainer, count: int = 3) -> list[float]:
     return [trainer.step(*data(8, seed=i)).loss for i in range(count)]
 
 
-def test_an_update_serves_parameters_that_are_treated_alike(tmp_path: Path) -> None:
+def test_an_update_serves_parameters_with_equal_settings(tmp_path: Path) -> None:
     artifacts = made(ema=0.9, clip=Clip(value=0.5))
     decayed, plain = of_role(artifacts, "update")
     assert decayed.members == ("fc1.weight", "fc2.weight")
@@ -73,14 +73,14 @@ def test_gradients_come_in_the_order_of_parameters() -> None:
     assert not spec.inputs_of("accumulator", "reset", "lr", "grad_scale")
 
 
-def test_what_is_read_after_it_was_replaced_is_not_overwritten() -> None:
+def test_inputs_read_after_their_update_are_not_overwritten() -> None:
     (spec,) = of_role(made(optimizer="lion"), "update")
     assert spec.in_place == ("parameter",)  # the sign reads the momentum that the average replaces
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scaled(optim.SGD):
-    """A descendant of an elementwise optimizer that is none."""
+    """A subclass of an elementwise optimizer that is not elementwise."""
 
     def chain(self, weight_decay: float) -> tuple[T.Transform, ...]:
         """Scale the update to the norm of the parameter."""
@@ -103,7 +103,7 @@ class Scaled(optim.SGD):
     ],
     ids=str,
 )
-def test_there_are_none_where_nobody_runs_them(options: dict[str, Any]) -> None:
+def test_builds_without_vector_models(options: dict[str, Any]) -> None:
     assert not NEW & {m.role for m in made(**options).manifest.models}
 
 
@@ -112,7 +112,7 @@ def test_there_are_none_where_nobody_runs_them(options: dict[str, Any]) -> None:
     [{}, {"target": "cuda"}, {"steps_per_call": 2}, {"opset": 15}, {"precision": "bf16-mixed"}],
     ids=str,
 )
-def test_a_directory_trains_as_what_was_built(options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_loaded_directory_trains_like_the_build(options: dict[str, Any], tmp_path: Path) -> None:
     artifacts = made(**options)
     assert {m.role for m in artifacts.manifest.models} >= NEW
     artifacts.save(tmp_path / "first", prefix="net_")
@@ -127,7 +127,7 @@ def test_a_directory_trains_as_what_was_built(options: dict[str, Any], tmp_path:
 
 @pytest.mark.parametrize("layout", ["auto", "separate"])
 def test_older_directories_train_as_before(layout: str, tmp_path: Path) -> None:
-    """They have neither these models nor a word about what may be overwritten."""
+    """They have neither vector models nor `in_place` entries."""
     artifacts = made()
     models = tuple(
         dataclasses.replace(m, in_place=()) for m in artifacts.manifest.models if m.role not in NEW
@@ -155,7 +155,7 @@ def test_unknown_members_are_refused() -> None:
 
 
 def test_builds_are_byte_identical(tmp_path: Path) -> None:
-    """Also in a process that hashes strings differently."""
+    """Including builds in a process with another hash seed."""
     script = (
         "import sys; from tests.artifacts.test_vector_models import made; made().save(sys.argv[1])"
     )
