@@ -1,4 +1,4 @@
-"""Batch normalisation behind convolutions in the form for GPUs: fewer passes, equal numbers."""
+"""BatchNormalization after convolutions, in the variant for GPUs: same values, fewer kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ F = nn.functional
 
 
 class Net(nn.Module):
-    """Two convolutions that are normalised, and a way around the second."""
+    """Two convolutions with BatchNorm, and a skip connection around the second."""
 
     def __init__(self, first: nn.Module) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Net(nn.Module):
         return torch.relu(self.nb(self.b(y)) + y).mean((2, 3))
 
 
-def built(module: nn.Module, x: torch.Tensor) -> onnxtrain.Artifacts:
+def build(module: nn.Module, x: torch.Tensor) -> onnxtrain.Artifacts:
     return onnxtrain.build(
         from_torch(module, (x,)),
         loss="mse",
@@ -45,31 +45,33 @@ def built(module: nn.Module, x: torch.Tensor) -> onnxtrain.Artifacts:
     )
 
 
-def large(model: onnx.ModelProto, least: int) -> collections.Counter[str]:
-    """Count operators of which some result has so many elements."""
+def count_large(model: onnx.ModelProto, elements: int) -> collections.Counter[str]:
+    """Count the operators with an output of at least so many ``elements``."""
     graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
     sizes = {
         v.name: int(np.prod([d.dim_value for d in v.type.tensor_type.shape.dim]))
         for v in graph.value_info
     }
     return collections.Counter(
-        n.op_type for n in graph.node if max(sizes.get(y, 0) for y in n.output) >= least
+        n.op_type for n in graph.node if max(sizes.get(y, 0) for y in n.output) >= elements
     )
 
 
-def follow(module: nn.Module, trainer: onnxtrain.Trainer, x: torch.Tensor, steps: int = 4) -> None:
+def check_training(
+    module: nn.Module, trainer: onnxtrain.Trainer, x: torch.Tensor, steps: int = 4
+) -> None:
     """Train both on the same batch; compare losses, parameters and running statistics."""
     module.train()
-    descent = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     target = torch.linspace(-1, 1, len(x) * 6).reshape(len(x), 6)
     for _ in range(steps):
         loss = F.mse_loss(module(x), target)
-        descent.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        descent.step()
+        optimizer.step()
         assert trainer.step(x.numpy(), target.numpy()).loss == pytest.approx(loss.item(), rel=1e-4)
     for name, p in module.named_parameters():
-        # A bias in front of a normalisation has a gradient of rounding errors.
+        # The gradient of a bias before a BatchNorm is zero up to rounding.
         np.testing.assert_allclose(
             trainer.parameters[name], p.detach(), rtol=1e-3, atol=1e-5, err_msg=name
         )
@@ -78,31 +80,31 @@ def follow(module: nn.Module, trainer: onnxtrain.Trainer, x: torch.Tensor, steps
             np.testing.assert_allclose(trainer.buffers[name], b, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-def test_steps_follow_torch_in_few_passes() -> None:
+def test_training_equals_torch_with_few_large_operators() -> None:
     x = torch.randn(8, 3, 12, 12)
     assert thresholds.NORM_KERNEL_POSITIONS < 12 * 12
     module = Net(nn.Identity())
-    made = built(module, x)
-    counts = large(made.models["step"], 8 * 6 * 12 * 12)
-    # Per normalisation one product for the sum and one difference; scales are in the weights.
+    artifacts = build(module, x)
+    counts = count_large(artifacts.models["step"], 8 * 6 * 12 * 12)
+    # Per BatchNorm one Mul (for the sum) and one Sub; the scales are folded into the weights.
     assert (counts["Mul"], counts["Sub"]) == (2, 2)
     assert counts["BatchNormalization"] == 4
-    follow(module, onnxtrain.Trainer(made), x)
+    check_training(module, onnxtrain.Trainer(artifacts), x)
 
 
-def test_small_images_have_plain_passes_in_their_place() -> None:
+def test_small_images_use_elementwise_operators() -> None:
     x = torch.randn(8, 3, 7, 7)
     module = Net(nn.Identity())
-    made = built(module, x)
-    counts = large(made.models["step"], 8 * 6 * 7 * 7)
+    artifacts = build(module, x)
+    counts = count_large(artifacts.models["step"], 8 * 6 * 7 * 7)
     assert counts["BatchNormalization"] == 0
-    # Forward one product with a scale, backward one too; besides, those of the sum and a square.
+    # Per BatchNorm: the scale forward, the scale backward, the sum, and a square.
     assert (counts["Mul"], counts["Sub"], counts["Div"]) == (8, 4, 0)
-    follow(module, onnxtrain.Trainer(made), x)
+    check_training(module, onnxtrain.Trainer(artifacts), x)
 
 
 class Raw(nn.Module):
-    """Inputs are normalised as they come."""
+    """A BatchNorm on the raw input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,16 +115,18 @@ class Raw(nn.Module):
         return torch.tanh(self.conv(self.norm(x))).mean((2, 3))
 
 
-def test_what_no_layer_made_is_centered_first() -> None:
-    """Of years, a sum of products with a gradient has few digits for their differences."""
+def test_raw_inputs_are_centered_before_the_gradient_is_summed() -> None:
+    """With a mean of 2000, summing ``x * dy`` without centering loses most digits."""
     module, x = Raw(), torch.randn(8, 3, 12, 12) + 2000.0
-    made = built(module, x)
+    artifacts = build(module, x)
     (centered,) = (
-        n for n in made.models["step"].graph.node if n.op_type == "Sub" and "x" in n.input
+        n for n in artifacts.models["step"].graph.node if n.op_type == "Sub" and "x" in n.input
     )
-    readers = [n.op_type for n in made.models["step"].graph.node if centered.output[0] in n.input]
-    assert readers == ["Mul"], "of the gradient and what is centered"
-    trainer, target = onnxtrain.Trainer(made), torch.zeros(8, 6)
+    readers = [
+        n.op_type for n in artifacts.models["step"].graph.node if centered.output[0] in n.input
+    ]
+    assert readers == ["Mul"], "the product of the gradient and the centered input"
+    trainer, target = onnxtrain.Trainer(artifacts), torch.zeros(8, 6)
     trainer.step(x.numpy(), target.numpy())
     exact = module.double().train()
     F.mse_loss(exact(x.double()), target.double()).backward()
@@ -133,7 +137,7 @@ def test_what_no_layer_made_is_centered_first() -> None:
 
 
 class First(nn.Module):
-    """A convolution without padding, or a linear layer, in front of the normalisation."""
+    """A BatchNorm after a convolution (without padding by default) or a linear layer."""
 
     def __init__(self, *, linear: bool, padding: int = 0) -> None:
         super().__init__()
@@ -149,12 +153,12 @@ class First(nn.Module):
 
 
 @pytest.mark.parametrize("linear", [False, True])
-def test_a_large_mean_of_an_input_leaves_digits_to_weights(*, linear: bool) -> None:
-    """The weight's gradient has that mean times a sum that is zero but for rounding errors."""
+def test_weight_gradient_is_accurate_for_inputs_with_a_large_mean(*, linear: bool) -> None:
+    """The mean multiplies a sum of gradients that is zero up to rounding."""
     module, x = First(linear=linear), torch.randn(8, 3, 14, 14) * 5.0 + 2000.0
     module.train()
-    made, before = built(module, x), module.first.weight.detach().numpy().copy()
-    trainer, target = onnxtrain.Trainer(made), torch.linspace(-1, 1, 48).reshape(8, 6)
+    artifacts, before = build(module, x), module.first.weight.detach().numpy().copy()
+    trainer, target = onnxtrain.Trainer(artifacts), torch.linspace(-1, 1, 48).reshape(8, 6)
     trainer.step(x.numpy(), target.numpy())
     exact = module.double()
     F.mse_loss(exact(x.double()), target.double()).backward()
@@ -164,11 +168,11 @@ def test_a_large_mean_of_an_input_leaves_digits_to_weights(*, linear: bool) -> N
     assert error < 2e-3 * float(grad.abs().max())
 
 
-def test_only_that_layer_pays_for_it() -> None:
-    """One mean and one difference more behind it, nothing where borders are padded."""
+def test_only_layers_on_unpadded_inputs_center_the_gradient() -> None:
+    """Without padding, the gradient has one Sub more."""
     x = torch.randn(8, 3, 14, 14)
     counts = [
-        large(built(First(linear=False, padding=p), x).models["step"], 8 * 6 * 12 * 12)
+        count_large(build(First(linear=False, padding=p), x).models["step"], 8 * 6 * 12 * 12)
         for p in (0, 1)
     ]
     assert counts[0]["Sub"] == counts[1]["Sub"] + 1

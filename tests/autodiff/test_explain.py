@@ -1,4 +1,4 @@
-"""What `explain` reports beside how each node is differentiated."""
+"""`explain` counts the elements of trainable parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_explain_counts_the_elements_of_trainable_parameters() -> None:
 
 
 def test_string_initializers_are_not_counted() -> None:
-    """A classifier that names its classes is explained like any other."""
+    """Classifiers may store class names in a string initializer."""
     classes = onnx.TensorProto(
         name="names", data_type=g.STRING, dims=[4], string_data=[b"a", b"b", b"c", b"d"]
     )

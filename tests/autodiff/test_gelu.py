@@ -1,4 +1,4 @@
-"""Gelu's gradient on CPU, in one pass less, is the plain one bit for bit, at odd numbers too."""
+"""The CPU variant of Gelu's gradient equals the plain one bitwise, also at special values."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import onnxruntime
 
 import onnxtrain
 
-ODD = [np.nan, np.inf, -np.inf, 1e38, -1e38, 40.0, -40.0, 1e-30, -1e-30, 0.0, -0.0]
+SPECIAL_VALUES = [np.nan, np.inf, -np.inf, 1e38, -1e38, 40.0, -40.0, 1e-30, -1e-30, 0.0, -0.0]
 
 
-def test_the_form_for_cpu_is_exact() -> None:
+def test_the_cpu_variant_is_exact() -> None:
     model = onnx.parser.parse_model(
         '<ir_version: 10, opset_import: ["" : 21]> g (float[n] x) => (float[n] y) { y = Gelu(x) }'
     )
-    x = np.array([*ODD, *np.linspace(-6, 6, 997)], np.float32)
+    x = np.array([*SPECIAL_VALUES, *np.linspace(-6, 6, 997)], np.float32)
     gradients = []
     for target, kind in (("cpu", "HardSigmoid"), ("cuda", "Add")):
         graph = onnxtrain.vjp(model, wrt=["x"], target=target)

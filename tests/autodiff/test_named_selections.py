@@ -1,4 +1,4 @@
-"""Parameters chosen by a word."""
+"""Named selections of parameters: "bias", "norm" and "last:N"."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def trained(model: object, train: object, **options: object) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("word", "names"),
+    ("selection", "names"),
     [
         ("bias", {"b1", "t", "b2"}),
         ("norm", {"s", "t"}),
@@ -33,15 +33,15 @@ def trained(model: object, train: object, **options: object) -> set[str]:
         (["norm", "w1"], {"s", "t", "w1"}),
     ],
 )
-def test_words_stand_for_parameters(word, names):
-    assert trained(parse(NET), word) == names
+def test_train_selects_parameters(selection, names):
+    assert trained(parse(NET), selection) == names
 
 
-def test_words_can_be_frozen():
+def test_freeze_excludes_a_selection():
     assert trained(parse(NET), None, freeze="norm") == {"w1", "b1", "w2", "b2"}
 
 
-def test_explain_lists_them():
+def test_explain_lists_selections():
     report = onnxtrain.explain(parse(NET))
     assert report.selections == {
         "bias": "3 tensor(s), 10 elements",
@@ -52,7 +52,7 @@ def test_explain_lists_them():
     assert set(onnxtrain.explain(parse(NET), wrt="bias").parameters) == {"b1", "t", "b2"}
 
 
-def test_blocks_are_numbered_by_names(tmp_path):
+def test_last_selects_the_last_block_by_name(tmp_path):
     path = write(tmp_path).path
     report = onnxtrain.explain(path, wrt="last:1")
     assert {n.split(".")[2] for n in report.parameters if ".layers." in n} == {"1"}
@@ -66,30 +66,30 @@ def test_blocks_are_numbered_by_names(tmp_path):
     }
 
 
-def test_a_tensor_of_that_name_goes_first():
+def test_a_parameter_with_the_name_takes_precedence():
     text = NET.replace("b1", "bias")
     assert trained(parse(text), "bias") == {"bias"}
 
 
-def test_an_input_of_that_name_goes_first():
+def test_an_input_with_the_name_takes_precedence():
     model = parse("g (float[2] bias, float[2] x) => (float[2] y) { y = Mul(bias, x) }")
     assert [y.name for y in onnxtrain.vjp(model, wrt="bias").graph.output] == ["y", "bias_grad"]
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("selection", "message"),
     [
         ("last:3", "selects 3 layers, but the model has 2"),
         ("last:0", "must select at least one layer"),
         ("lst:1", "no such parameter"),
     ],
 )
-def test_words_that_do_not_fit(word, message):
+def test_invalid_selections_are_refused(selection, message):
     with pytest.raises(PrepareError, match=message):
-        trained(parse(NET), word)
+        trained(parse(NET), selection)
 
 
-def test_a_word_without_parameters():
+def test_an_empty_selection_is_refused():
     text = "g (float[N,2] x) => (float[N,2] y) <float[2,2] w = {1,2,3,4}> { y = MatMul(x, w) }"
     with pytest.raises(PrepareError, match="'bias' matches no parameter"):
         trained(parse(text), "bias")

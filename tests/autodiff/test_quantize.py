@@ -1,4 +1,4 @@
-"""Quantisers are refused unless the user says what their gradient is."""
+"""Quantizers are refused unless the user registers a gradient rule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onnxtrain.autodiff.rule_registry import USER_RULES
 from onnxtrain.errors import UndifferentiableError
 from tests.cases.evaluate import stock
 
-FAKE_QUANTISED = """
+FAKE_QUANTIZED = """
 <ir_version: 10, opset_import: ["" : 21]>
 g (float[4, 3] x, float[3, 2] w) => (float[4, 2] y)
 <float scale = {0.25}, int8 zero = {3}> {
@@ -26,7 +26,7 @@ g (float[4, 3] x, float[3, 2] w) => (float[4, 2] y)
 
 @pytest.fixture
 def straight_through():
-    """A registered straight-through rule, forgotten afterwards."""
+    """Register a straight-through rule for the duration of a test."""
 
     @onnxtrain.register_vjp("QuantizeLinear")
     def rule(op, dy, x, scale, zero_point=None):
@@ -37,18 +37,18 @@ def straight_through():
 
 
 def test_quantize_linear_is_refused() -> None:
-    model = onnx.parser.parse_model(FAKE_QUANTISED)
+    model = onnx.parser.parse_model(FAKE_QUANTIZED)
     with pytest.raises(UndifferentiableError, match=r"(?s)QuantizeLinear.*onnxtrain.register_vjp"):
         onnxtrain.vjp(model, wrt="w")
 
 
-def test_other_paths_are_not_refused() -> None:
-    model = onnx.parser.parse_model(FAKE_QUANTISED)
+def test_gradient_that_bypasses_the_quantizer_is_not_refused() -> None:
+    model = onnx.parser.parse_model(FAKE_QUANTIZED)
     assert onnxtrain.vjp(model, wrt="x").graph.output[-1].name == "x_grad"
 
 
-def test_straight_through_rule(straight_through) -> None:
-    model = onnx.parser.parse_model(FAKE_QUANTISED)
+def test_registered_straight_through_rule(straight_through) -> None:
+    model = onnx.parser.parse_model(FAKE_QUANTIZED)
     rng = np.random.default_rng(0)
     x, w, dy = (rng.standard_normal(s).astype(np.float32) for s in ((4, 3), (3, 2), (4, 2)))
     y, dw = stock(onnxtrain.vjp(model, wrt="w"))([x, w, dy])
@@ -57,7 +57,7 @@ def test_straight_through_rule(straight_through) -> None:
     np.testing.assert_allclose(dw, x.T @ dy, rtol=1e-5, atol=1e-5)
 
 
-def test_integer_products_are_refused(straight_through) -> None:
+def test_matmul_integer_is_refused(straight_through) -> None:
     model = onnx.parser.parse_model(
         """
         <ir_version: 10, opset_import: ["" : 21]>

@@ -1,4 +1,4 @@
-"""Blocks computed again in the backward pass: same numbers, less memory."""
+"""Activation checkpointing: recomputed blocks give the same values with less memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WIDTH, TIME, WORDS = 16, 6, 11
 
 
 class Deep(nn.Module):
-    """Blocks with dropout in a row."""
+    """A sequence of transformer blocks with dropout."""
 
     def __init__(self, layers: int = 4, width: int = WIDTH) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def deep(layers: int = 4, width: int = WIDTH) -> onnx.ModelProto:
     return onnx.load_from_string(buffer.getvalue())
 
 
-def made(model: Any, recompute: Any, **options: Any) -> Artifacts:
+def build_sgd(model: Any, recompute: Any, **options: Any) -> Artifacts:
     options = {"optimizer": optim.SGD(lr=0.1), "loss": losses.CrossEntropy(axis=-1), **options}
     return build(model, recompute=recompute, **options)
 
@@ -78,7 +78,7 @@ def counts(model: onnx.ModelProto) -> collections.Counter[str]:
 def run_plain(
     artifacts: Artifacts, batch: tuple[np.ndarray, ...], poison: float | None = None
 ) -> dict[str, np.ndarray]:
-    """Loss and gradients, the graph run as it is written."""
+    """Return all outputs of the training graph, run without graph optimizations."""
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = LEVEL.ORT_DISABLE_ALL
     options.intra_op_num_threads = 1
@@ -102,43 +102,51 @@ def run_plain(
 
 
 TOKENS = batches("transformer", 1, size=4)[0]
-WAYS = ["auto", ("blocks.[0-9]",), ("blocks.1", "blocks.3"), ("*/blocks.[02]/*Add_1_output_0",)]
+RECOMPUTE = [
+    "auto",
+    ("blocks.[0-9]",),
+    ("blocks.1", "blocks.3"),
+    ("*/blocks.[02]/*Add_1_output_0",),
+]
 
 
 @functools.cache
-def deep_made(recompute: Any) -> Artifacts:
-    return made(deep(), recompute)
+def deep_artifacts(recompute: Any) -> Artifacts:
+    return build_sgd(deep(), recompute)
 
 
-@pytest.mark.parametrize("recompute", WAYS, ids=str)
+@pytest.mark.parametrize("recompute", RECOMPUTE, ids=str)
 @pytest.mark.parametrize("poison", [None, np.nan, np.inf])
-def test_bits_are_the_same(recompute: Any, poison: float | None) -> None:
-    """Also with NaN and infinity in the gradients that hold the copies back."""
-    plain, again = deep_made(()), deep_made(recompute)
-    assert counts(again.models["train"])["Softmax"] > counts(plain.models["train"])["Softmax"]
-    expected, actual = run_plain(plain, TOKENS, poison), run_plain(again, TOKENS, poison)
+def test_gradients_are_bitwise_equal(recompute: Any, poison: float | None) -> None:
+    """Also with NaN and infinity in the gradients that the recomputed nodes depend on."""
+    plain, recomputed = deep_artifacts(()), deep_artifacts(recompute)
+    assert counts(recomputed.models["train"])["Softmax"] > counts(plain.models["train"])["Softmax"]
+    expected, actual = run_plain(plain, TOKENS, poison), run_plain(recomputed, TOKENS, poison)
     for name, value in expected.items():
         np.testing.assert_array_equal(actual[name].view(np.int32), value.view(np.int32), name)
 
 
 @pytest.mark.parametrize("layout", ["fused", "separate", "vector"])
-def test_training_is_the_same(layout: str) -> None:
-    """With dropout; onnxruntime may join more nodes of the forward pass, hence the last bits."""
-    trainers = [Trainer(deep_made(way), layout=layout, threads=1, seed=3) for way in ((), "auto")]
+def test_training_with_dropout_is_the_same(layout: str) -> None:
+    """Up to rounding: onnxruntime may fuse more nodes of the forward pass."""
+    trainers = [
+        Trainer(deep_artifacts(recompute), layout=layout, threads=1, seed=3)
+        for recompute in ((), "auto")
+    ]
     for batch in batches("transformer", 6):
-        first, second = (t.step(*batch).loss for t in trainers)
-        assert second == pytest.approx(first, rel=1e-5)
+        expected, actual = (t.step(*batch).loss for t in trainers)
+        assert actual == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda", "webgpu"])
 def test_batch_norm_and_pooling(target: str) -> None:
-    """Statistics are updated once; indices of maxima are made again as well."""
+    """Running statistics are updated once; the indices of MaxPool are recomputed as well."""
     model, batch = exported("cnn", training=True), batches("cnn", 1)[0]
-    ways = [
-        made(model, way, loss="cross_entropy", target=target)
-        for way in ((), ["/Relu_1_output_0"], ["conv1", "norm1"])
+    variants = [
+        build_sgd(model, recompute, loss="cross_entropy", target=target)
+        for recompute in ((), ["/Relu_1_output_0"], ["conv1", "norm1"])
     ]
-    outputs = [run_plain(a, batch) for a in ways]
+    outputs = [run_plain(a, batch) for a in variants]
     for other in outputs[1:]:
         for name, value in outputs[0].items():
             np.testing.assert_array_equal(other[name], value, err_msg=name)
@@ -146,32 +154,32 @@ def test_batch_norm_and_pooling(target: str) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed"])
 def test_mixed_precision(precision: str) -> None:
-    ways = [made(deep(), way, precision=precision) for way in ((), "auto")]
-    losses = [[Trainer(a, threads=1, seed=1).step(*TOKENS).loss] for a in ways]
+    variants = [build_sgd(deep(), recompute, precision=precision) for recompute in ((), "auto")]
+    losses = [[Trainer(a, threads=1, seed=1).step(*TOKENS).loss] for a in variants]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_native_randomness_is_not_drawn_twice() -> None:
-    artifacts = made(deep(), "auto", randomness="native")
+def test_native_dropout_is_not_recomputed() -> None:
+    artifacts = build_sgd(deep(), "auto", randomness="native")
     assert counts(artifacts.models["train"])["Dropout"] == 4
     assert counts(artifacts.models["train"])["Softmax"] > 4
 
 
 def test_onnxruntime_does_not_merge_the_copies(tmp_path: Path) -> None:
-    """It shares equal expressions already at its basic level."""
-    kept = []
+    """Its common subexpression elimination runs already at the basic level."""
+    softmax_counts = []
     for level in (LEVEL.ORT_ENABLE_BASIC, LEVEL.ORT_ENABLE_ALL):
         options = onnxruntime.SessionOptions()
         options.graph_optimization_level = level
         options.log_severity_level = 4
         options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-        model = deep_made(("blocks.[0-9]",)).models["step"]
+        model = deep_artifacts(("blocks.[0-9]",)).models["step"]
         onnxruntime.InferenceSession(model.SerializeToString(), options)
-        kept.append(counts(onnx.load(tmp_path / "optimized.onnx"))["Softmax"])
-    assert kept == [8, 8]
+        softmax_counts.append(counts(onnx.load(tmp_path / "optimized.onnx"))["Softmax"])
+    assert softmax_counts == [8, 8]
 
 
-def test_blocks() -> None:
+def test_find_blocks_by_scope_or_value() -> None:
     nodes = list(load_normalized(deep()).graph)
     blocks = find_blocks(nodes, ["blocks.[0-9]"], set())
     assert len(blocks) == 4
@@ -185,15 +193,20 @@ def test_blocks() -> None:
         find_blocks(nodes, ["blocks.x"], set())
 
 
-def test_scopes_of_the_new_exporter() -> None:
-    """They are in the metadata of nodes."""
+def test_scopes_of_the_dynamo_exporter() -> None:
+    """This exporter writes scopes into the metadata of nodes."""
     model = from_torch(Deep(2).train(), (torch.zeros(2, TIME, dtype=torch.long),))
-    plain, again = (made(model, way).models["train"] for way in ((), ["blocks.[01]"]))
-    assert [counts(m)["Softmax"] for m in (plain, again)] == [2, 4]
+    plain, recomputed = (
+        build_sgd(model, recompute).models["train"] for recompute in ((), ["blocks.[01]"])
+    )
+    assert [counts(m)["Softmax"] for m in (plain, recomputed)] == [2, 4]
 
 
-def test_same_bytes() -> None:
-    first, second = (made(deep(), "auto").models["step"], deep_made("auto").models["step"])
+def test_building_twice_gives_the_same_bytes() -> None:
+    first, second = (
+        build_sgd(deep(), "auto").models["step"],
+        deep_artifacts("auto").models["step"],
+    )
     assert first.SerializeToString(deterministic=True) == second.SerializeToString(
         deterministic=True
     )
@@ -214,13 +227,13 @@ print(peak() - before)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peaks are read from /proc")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads peak memory from /proc")
 def test_peak_memory_falls(tmp_path: Path) -> None:
-    """Eight blocks: without, all activations of all blocks are alive at once."""
+    """Without recomputation, the activations of all eight blocks are alive at once."""
     peaks = []
-    for i, way in enumerate(((), "auto")):
-        made(deep(8, 32), way).save(tmp_path / str(i))
+    for i, recompute in enumerate(((), "auto")):
+        build_sgd(deep(8, 32), recompute).save(tmp_path / str(i))
         command = [sys.executable, "-c", CHILD, str(tmp_path / str(i))]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1200)
-        peaks.append(int(done.stdout))
+        process = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1200)
+        peaks.append(int(process.stdout))
     assert peaks[1] < 0.6 * peaks[0]

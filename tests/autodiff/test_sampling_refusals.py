@@ -1,4 +1,4 @@
-"""What Resize and MaxRoiPool refuse, and how they say it."""
+"""Gradients of Resize and MaxRoiPool that are refused, with their messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onnxtrain.errors import UndifferentiableError
 HEADER = '<ir_version: 10, opset_import: ["" : 21]>\n'
 
 
-def test_resize_with_a_rounded_size_in_its_coordinates() -> None:
+def test_resize_with_half_pixel_symmetric_and_an_aspect_ratio_policy() -> None:
     model = onnx.parser.parse_model(
         HEADER
         + """g (float[1, 1, 5, 6] x) => (float[1, 1, h, w] y) <int64[2] sizes = {8, 11}>
@@ -24,7 +24,7 @@ def test_resize_with_a_rounded_size_in_its_coordinates() -> None:
         onnxtrain.vjp(model, ["x"])
 
 
-def test_max_roi_pool_with_regions_that_are_learned() -> None:
+def test_max_roi_pool_has_no_gradient_for_its_regions() -> None:
     model = onnx.parser.parse_model(
         HEADER
         + """g (float[1, 1, 5, 6] x, float[r, 5] rois) => (float[r, 1, 2, 2] y)

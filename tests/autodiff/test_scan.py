@@ -1,4 +1,4 @@
-"""What the backward pass of a loop computes in its steps, and what outside."""
+"""Backward pass of a Scan: what runs in its body and what runs outside."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ def attributes(node: onnx.NodeProto) -> dict[str, onnx.AttributeProto]:
 
 
 @pytest.mark.parametrize("op", ["GRU", "LSTM", "RNN"])
-def test_products_of_the_forward_steps_are_kept_and_those_of_weights_are_outside(op: str) -> None:
+def test_backward_body_recomputes_nothing_and_has_no_weight_gradients(op: str) -> None:
     model = onnxtrain.grad(recurrent(op), wrt=["x", "r"])
     scans = [n for n in model.graph.node if n.op_type == "Scan"]
     assert len(scans) == 2
     body = attributes(scans[1])["body"].g.node
     kinds = [n.op_type for n in body]
     assert not {"MatMul", "Sigmoid", "Tanh"}.intersection(kinds)
-    # One product is left: from the gates back to the state.
-    products = [n for n in body if n.op_type == "Gemm"]
-    assert len(products) == 1
-    assert "transA" not in attributes(products[0])
+    # One Gemm remains: from the gates back to the state.
+    gemms = [n for n in body if n.op_type == "Gemm"]
+    assert len(gemms) == 1
+    assert "transA" not in attributes(gemms[0])
 
 
 def test_constants_in_a_body_have_no_gradient() -> None:
     model = onnxtrain.grad(recurrent("GRU"), wrt=["x"])
     backward = [n for n in model.graph.node if n.op_type == "Scan"][1]
     carried = len(backward.input) - attributes(backward)["num_scan_inputs"].i
-    assert carried == 1  # the state's, and nothing for the 1 of (1 - z) or for weights
+    assert carried == 1  # the state; neither the 1 of (1 - z) nor the weights

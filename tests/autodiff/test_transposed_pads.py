@@ -1,4 +1,4 @@
-"""Strided convolutions have gradients that a runtime with symmetric padding can compute."""
+"""Gradients of strided convolutions run on runtimes that support symmetric padding only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CASES: dict[str, tuple[list[int], list[int], list[int], list[int], tuple[int, in
     "3x3 stride 2": ([3, 3], [2, 2], [1, 1], [1, 1, 1, 1], (14, 14)),
     "odd size": ([3, 3], [2, 2], [1, 1], [1, 1, 1, 1], (15, 13)),
     "7x7 stride 2": ([7, 7], [2, 2], [1, 1], [3, 3, 3, 3], (32, 32)),
-    "left out": ([1, 1], [2, 2], [1, 1], [0, 0, 0, 0], (14, 14)),
+    "unread pixels": ([1, 1], [2, 2], [1, 1], [0, 0, 0, 0], (14, 14)),
     "more at the end": ([3, 3], [2, 2], [1, 1], [0, 0, 1, 1], (14, 14)),
     "more in front": ([4, 3], [1, 1], [1, 1], [2, 0, 1, 0], (9, 9)),
     "much in front": ([5, 5], [2, 2], [1, 1], [4, 4, 0, 0], (12, 12)),
@@ -36,7 +36,7 @@ def conv(case: str, size: tuple[int, int] | tuple[str, str], weight: np.ndarray)
 
 @pytest.mark.parametrize("sizes", ["known", "unknown"])
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_are_torchs_and_stay_on_the_gpu(case: str, sizes: str) -> None:
+def test_gradients_equal_torch_and_stay_on_the_gpu(case: str, sizes: str) -> None:
     kernel, strides, dilations, pads, image = CASES[case]
     weight = np.random.default_rng(0).standard_normal((4, 3, *kernel)).astype(np.float32)
     model = conv(case, image if sizes == "known" else ("h", "w"), weight)

@@ -1,4 +1,4 @@
-"""Rules are formulas; variants per target come from tables."""
+"""Gradient rules select per-target variants from tables; they do not query the target."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from onnxtrain.losses import causal_lm, classification, metrics
 from onnxtrain.targets import find
 
 SOURCE = Path(onnxtrain.__file__).parent
-# Files that pass the target on to their table.
+# Files that pass the target to their table.
 CHOOSERS = {"conv.py": {"target"}, "conv_weight.py": {"target"}}
 VARIANTS = {"sum": Variant(len), "product": Variant(len, lambda n: n > 1), "gather": Variant(len)}
 CHOICES = [
@@ -38,13 +38,13 @@ CHOICES = [
     ("target", "size", "variant"),
     [
         ("wasm", 8, "product"),
-        ("wasm", 1, "sum"),  # does not apply
-        ("wasm", 9, "sum"),  # the condition is false
-        ("cuda", 8, "sum"),  # is not preferred
-        ("webgpu", 8, "gather"),  # lacks ScatterElements
+        ("wasm", 1, "sum"),  # the product variant does not apply
+        ("wasm", 9, "sum"),  # the condition of the product choice is false
+        ("cuda", 8, "sum"),  # cuda does not prefer the product
+        ("webgpu", 8, "gather"),  # webgpu lacks ScatterElements
     ],
 )
-def test_the_first_preferred_variant_that_applies(target: str, size: int, variant: str) -> None:
+def test_the_first_applicable_choice_is_selected(target: str, size: int, variant: str) -> None:
     assert select_variant_name(find(target), size, VARIANTS, CHOICES) == variant
 
 
@@ -64,7 +64,7 @@ def test_rules_do_not_query_the_target(folder: str) -> None:
         }
         if attributes:
             queries[name] = attributes
-    # The type of an input is no formula.
+    # losses/attach.py chooses the type of graph inputs, which depends on the target.
     assert queries == (
         CHOOSERS if folder == "autodiff/rules" else {"attach.py": {"lacks", "target"}}
     )
@@ -92,7 +92,7 @@ def test_tables_name_existing_variants_and_end_with_a_fallback() -> None:
         (classification.CROSS_ENTROPY_VARIANTS, classification.CROSS_ENTROPY_CHOICES),
         (classification.COST_VARIANTS, classification.COST_CHOICES),
         (classification.NLL_VARIANTS, classification.NLL_CHOICES),
-        (classification.LEAD_VARIANTS, classification.LEAD_CHOICES),
+        (classification.LABEL_SCORE_VARIANTS, classification.LABEL_SCORE_CHOICES),
         (metrics.HIT_VARIANTS, metrics.HIT_CHOICES),
         *(
             (conv_weight.WEIGHT_GRAD_VARIANTS, choices)

@@ -1,4 +1,4 @@
-"""What convolution and pooling refuse, and what they give where a norm has no derivative."""
+"""Convolution, pooling and Einsum: refusals, and the gradient of norms at zero."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ UNKNOWN_KERNELS = {
 
 
 @pytest.mark.parametrize("message", UNKNOWN_KERNELS)
-def test_kernel_of_unknown_size_is_refused(message: str) -> None:
+def test_unknown_kernel_size_is_refused(message: str) -> None:
     model = onnx.parser.parse_model(HEADER + UNKNOWN_KERNELS[message])
     with pytest.raises(UndifferentiableError, match=message):
         onnxtrain.vjp(model, ["x", "w"])
@@ -42,7 +42,7 @@ def test_kernel_of_unknown_size_is_refused(message: str) -> None:
 @pytest.mark.parametrize(
     "node", ["LpPool <kernel_shape = [2, 2], strides = [2, 2], p = {p}>", "GlobalLpPool <p = {p}>"]
 )
-def test_gradient_of_a_norm_is_zero_at_zero(node: str, p: int) -> None:
+def test_gradient_of_lp_pool_is_zero_at_zero(node: str, p: int) -> None:
     text = f"g (float[1,1,2,2] x) => (float[1,1,1,1] y) {{ y = {node.format(p=p)} (x) }}"
     model = onnx.parser.parse_model(HEADER + text)
     run = stock(onnxtrain.vjp(model, ["x"]))
@@ -55,11 +55,11 @@ def test_gradient_of_a_norm_is_zero_at_zero(node: str, p: int) -> None:
     ("equation", "ranks"),
     [("ij,jk", [2]), ("ij->i", [3]), ("ijk->i", [2]), ("ij->ii", [2]), ("ij->k", [2])],
 )
-def test_equation_that_does_not_fit_is_not_spelled_out(equation: str, ranks: list[int]) -> None:
+def test_invalid_equation_is_not_expanded(equation: str, ranks: list[int]) -> None:
     assert expand_equation(equation, ranks) is None
 
 
-def test_equation_that_does_not_fit_is_refused() -> None:
+def test_einsum_with_an_invalid_equation_is_refused() -> None:
     x, dy = (ir.val(name, ir.DataType.FLOAT, [2, 3]) for name in ("x", "dy"))
     node = ir.node("Einsum", [x], {"equation": "ij->i"}, name="n")
     op = OpBuilder(ir.Graph([x, dy], [], nodes=[], opset_imports={"": 21}, name="g"))
