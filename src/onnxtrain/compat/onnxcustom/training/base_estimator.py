@@ -1,4 +1,4 @@
-"""What the two optimizers share."""
+"""The base class of the two optimizers: parameters, pickling, training loop."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ class BaseEstimator:
         return [n for n in inspect.signature(cls.__init__).parameters if n != "self"]
 
     def get_params(self, deep: bool = False) -> dict[str, Any]:
-        """Return the settings as they were given."""
+        """Return the constructor arguments."""
         del deep
         return dict(self._given)
 
     def set_params(self, **params: Any) -> BaseEstimator:
-        """Change settings; what was built is built again."""
+        """Set constructor arguments and rebuild the graphs."""
         wrong = [n for n in params if n not in self._names()]
         if wrong:
-            raise ValueError(f"no such setting: {', '.join(wrong)}")
+            raise ValueError(f"unknown setting: {', '.join(wrong)}")
         self.__init__(**{**self._given, **params})
         return self
 
@@ -153,7 +153,7 @@ class BaseEstimator:
                 self.validation_losses_.append(self._validate(held))
 
     def _diverged(self, i: int, loss: float) -> None:
-        text = f"the loss is {loss} at iteration {i}\nhint: a smaller learning rate"
+        text = f"the loss is {loss} at iteration {i}\nhint: lower the learning rate"
         if self.exc:
             raise ConvergenceError(text)
         warnings.warn(text, ConvergenceWarning, stacklevel=4)
@@ -161,7 +161,7 @@ class BaseEstimator:
     def _validate(self, data: OrtDataLoader) -> float:
         total = sum(self._evaluate(*batch) for batch in data.iter_numpy())
         if not np.isfinite(total):
-            raise EvaluationError(f"the validation loss is {total}\nhint: a smaller learning rate")
+            raise EvaluationError(f"the validation loss is {total}\nhint: lower the learning rate")
         return float(total / len(data))
 
     def _batch(self, X: np.ndarray, y: np.ndarray, weight: np.ndarray | None = None) -> float:
@@ -181,8 +181,9 @@ def validation_interval(validation_every: float, max_iter: int) -> int:
 
 
 def check_optimizer_name(name: str) -> None:
-    """Refuse everything but plain gradient descent."""
+    """Raise for any optimizer other than SGD."""
     if name != "SGDOptimizer":
         raise NotImplementedError(
-            f"no such optimizer: {name!r}\nhint: SGDOptimizer; others are in onnxtrain.sklearn"
+            f"unknown optimizer: {name!r} (expected SGDOptimizer)\n"
+            "hint: onnxtrain.sklearn has other optimizers"
         )

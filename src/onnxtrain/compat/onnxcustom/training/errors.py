@@ -8,7 +8,7 @@ class ConvergenceError(RuntimeError):
 
 
 class ConvergenceWarning(UserWarning):
-    """The same, where training goes on."""
+    """The training loss is not a finite number, but training continues."""
 
 
 class EvaluationError(RuntimeError):
@@ -16,4 +16,4 @@ class EvaluationError(RuntimeError):
 
 
 class ProviderError(RuntimeError):
-    """The provider or device is not there."""
+    """The provider or device is not available."""

@@ -1,4 +1,4 @@
-"""Gradient descent on a model that computes its loss."""
+"""SGD on a model that computes its loss."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class OrtGradientOptimizer(BaseEstimator):
         check_optimizer_name(training_optimizer_name)
         if self.learning_rate.needs_grad:
             raise NotImplementedError(
-                "a learning rate with momentum\nhint: OrtGradientForwardBackwardOptimizer has it"
+                "momentum is not supported here\nhint: use OrtGradientForwardBackwardOptimizer"
             )
         floats = [n for n in float_initializers(model_onnx) if not n.startswith(LOSS_PREFIX)]
         self.weights_to_train = floats if weights_to_train is None else list(weights_to_train)
@@ -97,7 +97,7 @@ class OrtGradientOptimizer(BaseEstimator):
         y_val: Any = None,
         use_numpy: bool = False,
     ) -> OrtGradientOptimizer:
-        """Train; ``use_numpy`` is taken for old programs."""
+        """Train; ``use_numpy`` is accepted for compatibility."""
         del use_numpy
         if sample_weight is None and self.sample_weight_name in self.input_names_:
             sample_weight = np.ones(len(X), np.float32)
@@ -138,5 +138,5 @@ class OrtGradientOptimizer(BaseEstimator):
         values = dict(getattr(self, "_values", None) or self._initial())
         strange = [n for n in state_dict if n not in values]
         if strange:
-            raise ValueError(f"not among the trained weights: {', '.join(strange)}")
+            raise ValueError(f"unknown weights: {', '.join(strange)}")
         self._values = {n: np.array(state_dict.get(n, a)) for n, a in values.items()}

@@ -1,4 +1,4 @@
-"""Gradient descent on a model that only predicts; loss, penalty and update are parts."""
+"""SGD on a model without a loss; loss, penalty and update are separate graphs."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class OrtGradientForwardBackwardOptimizer(BaseEstimator):
         if kind == "grad":
             values = self._velocity if self.needs_grad else self._gradients
         elif kind != "weight":
-            raise ValueError(f"no such kind: {kind!r}\nhint: weight or grad")
+            raise ValueError(f"unknown kind: {kind!r} (expected one of weight, grad)")
         return [numpy_to_ort_value(values[n], self.device) for n in self.weights_to_train]
 
     def set_state(

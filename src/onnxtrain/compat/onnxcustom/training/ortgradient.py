@@ -25,7 +25,7 @@ from onnxtrain.compat.ort.graph_builder import (
     OrtModuleGraphBuilder,
     OrtModuleGraphBuilderConfiguration,
 )
-from onnxtrain.errors import CompatError
+from onnxtrain.errors import CompatError, expected_one_of
 from onnxtrain.runtime import session as runtime
 
 _PROVIDERS = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
@@ -69,13 +69,14 @@ class OrtGradientForwardBackward:
         known = float_initializers(onnx_model)
         weights = known if weights_to_train is None else list(weights_to_train)
         if len(set(weights)) != len(weights):
-            raise ValueError(f"weights_to_train has a name twice: {weights}")
+            raise ValueError(f"duplicate name in weights_to_train: {weights}")
         absent = [n for n in weights if n not in known]
         if absent:
-            raise ValueError(f"no such float initializer: {absent}\nhint: the model has {known}")
+            raise ValueError(f"unknown float initializer: {absent} (expected one of {known})")
         for provider in providers or ():
             if provider not in _PROVIDERS:
-                raise ValueError(f"no such provider: {provider!r}\nhint: {', '.join(_PROVIDERS)}")
+                expected = expected_one_of(provider, _PROVIDERS)
+                raise ValueError(f"unknown provider: {provider!r} {expected}")
         self.onnx_model, self.weights_to_train = onnx_model, weights
         initial = {t.name for t in onnx_model.graph.initializer}
         own = [x.name for x in onnx_model.graph.input if x.name not in initial]
@@ -156,11 +157,11 @@ class OrtGradientForwardBackward:
                 return np.array(ir.from_proto(tensor).numpy())
         if exc:
             known = [t.name for t in self.onnx_model.graph.initializer]
-            raise RuntimeError(f"no such initializer: {name!r}\nhint: the model has {known}")
+            raise RuntimeError(f"unknown initializer: {name!r} (expected one of {known})")
         return None
 
     def new_instance(self) -> OrtGradientForwardBackwardFunction:
-        """Return a function with states of its own."""
+        """Return a new function with its own saved values."""
         return self.cls_type_()
 
     def save_onnx_graph(
@@ -203,12 +204,12 @@ class OrtGradientForwardBackwardFunction:
         return ort_device_to_string(device)
 
     def save_for_backward(self, inputs: Iterable[Any]) -> None:
-        """Keep what a backward pass needs."""
+        """Save values for the backward pass."""
         self.saved_tensors_ = tuple(inputs)
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        """What was kept last."""
+        """The values saved last."""
         if self.saved_tensors_ is None:
             raise RuntimeError("nothing was saved\nhint: call forward with training=True first")
         return self.saved_tensors_
@@ -250,7 +251,7 @@ class OrtGradientForwardBackwardFunction:
         if not self.states_:
             raise RuntimeError("no forward pass is left\nhint: call forward with training=True")
         state, shapes = self.states_.pop()
-        # Old programs pass gradients that are only to be reshaped.
+        # onnxcustom accepts gradients of another shape with the same number of elements.
         gradient_values = [
             np.ascontiguousarray(grad_output.reshape(shape))
             for grad_output, shape in zip(_arrays(grad_outputs), shapes, strict=True)
@@ -277,6 +278,6 @@ class _Graphs:
 
 def _arrays(values: Iterable[Any]) -> list[np.ndarray]:
     if hasattr(values, "__getitem__") and hasattr(values, "__len__"):
-        items: Any = values  # onnxruntime's vectors want to be indexed
+        items: Any = values  # onnxruntime's vectors support indexing, but not iteration
         return [to_numpy(items[i]) for i in range(len(items))]
     return [to_numpy(v) for v in values]

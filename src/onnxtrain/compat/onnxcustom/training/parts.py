@@ -1,4 +1,4 @@
-"""What losses, penalties and learning rates share."""
+"""The base class of losses, penalties and learning rates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Part:
         return hash(repr(self))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave sessions and graphs out: they are built again."""
+        """Omit sessions and graphs, which are rebuilt."""
         return {k: v for k, v in vars(self).items() if k != "_sessions" and not k.endswith("_")}
 
     def save_onnx_graph(

@@ -111,14 +111,14 @@ class BaseLearningLoss(Part):
 
     @classmethod
     def select(cls, class_name: Any, **kwargs: Any) -> BaseLearningLoss:
-        """Return the loss that a name stands for; a loss object is returned as it is."""
+        """Return the loss with this name; return loss objects unchanged."""
         if isinstance(class_name, BaseLearningLoss):
             return class_name
         for names, kind in _NAMES.items():
             if class_name in names:
                 return kind(**kwargs)
         known = ", ".join(n for names in _NAMES for n in names)
-        raise ValueError(f"no such loss: {class_name!r}\nhint: one of {known}")
+        raise ValueError(f"unknown loss: {class_name!r} (expected one of {known})")
 
 
 class SquareLearningLoss(BaseLearningLoss):
@@ -161,7 +161,7 @@ class NegLogLearningLoss(BaseLearningLoss):
     def __init__(self, eps: float = 1e-5, probability_function: str = "sigmoid") -> None:
         if probability_function != "sigmoid":
             raise CompatError(
-                f"probability_function={probability_function!r} is not there\nhint: sigmoid"
+                f"unknown probability_function: {probability_function!r} (expected sigmoid)"
             )
         self.eps, self.probability_function = eps, probability_function
 

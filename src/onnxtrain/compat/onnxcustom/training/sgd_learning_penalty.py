@@ -27,14 +27,14 @@ class BaseLearningPenalty(Part):
 
     @classmethod
     def select(cls, class_name: Any, **kwargs: Any) -> BaseLearningPenalty:
-        """Return the penalty that a name stands for; a penalty object is returned as it is."""
+        """Return the penalty with this name; return penalty objects unchanged."""
         if isinstance(class_name, BaseLearningPenalty):
             return class_name
         if class_name in (None, ""):
             return NoLearningPenalty()
         if class_name in ("elastic", "l1l2"):
             return ElasticLearningPenalty(**kwargs)
-        raise ValueError(f"no such penalty: {class_name!r}\nhint: elastic, l1l2 or None")
+        raise ValueError(f"unknown penalty: {class_name!r} (expected one of elastic, l1l2, None)")
 
 
 class NoLearningPenalty(BaseLearningPenalty):

@@ -24,7 +24,7 @@ class BaseLearningRate(Part):
 
     @property
     def value(self) -> float:
-        """The learning rate of the moment."""
+        """The current learning rate."""
         if not hasattr(self, "value_"):
             raise RuntimeError("call init_learning_rate first")
         return self.value_
@@ -35,11 +35,11 @@ class BaseLearningRate(Part):
         return False
 
     def init_learning_rate(self) -> BaseLearningRate:
-        """Go to the start."""
+        """Reset to the initial state."""
         raise NotImplementedError
 
     def update_learning_rate(self, t: int) -> BaseLearningRate:
-        """Go to iteration ``t``."""
+        """Update the value for iteration ``t``."""
         raise NotImplementedError
 
     def loop(self, n: int = 1000) -> Iterator[float]:
@@ -63,7 +63,7 @@ class BaseLearningRate(Part):
 
     @classmethod
     def select(cls, class_name: Any, **kwargs: Any) -> BaseLearningRate:
-        """Return the learning rate that a name or a number stands for."""
+        """Return the learning rate object for a name or a number."""
         if isinstance(class_name, BaseLearningRate):
             return class_name
         if isinstance(class_name, float | int):
@@ -72,7 +72,9 @@ class BaseLearningRate(Part):
             return LearningRateSGD(**kwargs)
         if class_name in ("SGDNesterov", "Nesterov"):
             return LearningRateSGDNesterov(**kwargs)
-        raise ValueError(f"no such learning rate: {class_name!r}\nhint: SGD, SGDNesterov, a number")
+        raise ValueError(
+            f"unknown learning rate: {class_name!r} (expected SGD, SGDNesterov or a number)"
+        )
 
 
 class LearningRateSGD(BaseLearningRate):
@@ -95,13 +97,14 @@ class LearningRateSGD(BaseLearningRate):
     ) -> None:
         if learning_rate not in ("constant", "invscaling", "optimal"):
             raise ValueError(
-                f"no such schedule: {learning_rate!r}\nhint: constant, invscaling or optimal"
+                f"unknown schedule: {learning_rate!r} "
+                "(expected one of constant, invscaling, optimal)"
             )
         self.eta0, self.alpha, self.power_t = eta0, alpha, power_t
         self.learning_rate = learning_rate.lower()
 
     def init_learning_rate(self) -> LearningRateSGD:
-        """Go to the start."""
+        """Reset to the initial state."""
         if self.learning_rate == "optimal":
             typical = np.sqrt(1.0 / np.sqrt(self.alpha))
             first = typical / max(1.0, (1 + typical) / (1 + np.exp(typical)))
@@ -110,7 +113,7 @@ class LearningRateSGD(BaseLearningRate):
         return self
 
     def update_learning_rate(self, t: int) -> LearningRateSGD:
-        """Go to iteration ``t``."""
+        """Update the value for iteration ``t``."""
         if self.learning_rate == "optimal":
             self.value_ = self.eta0 * self.optimal_init_ / (self.optimal_init_ + t + 1)
         elif self.learning_rate == "invscaling":

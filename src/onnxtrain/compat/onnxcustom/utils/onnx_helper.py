@@ -83,7 +83,7 @@ def save_onnx_graph(
         suffix: of file names.
     """
     if folder is not bytes and not os.path.isdir(folder):
-        raise FileNotFoundError(f"no such folder: {folder!r}")
+        raise FileNotFoundError(f"folder {folder!r} does not exist")
     prefix = f"{type(obj).__name__}." if prefix is None else prefix
     suffix = suffix or ""
     files: dict[str, Any] = {}
@@ -103,7 +103,7 @@ def _store(model: onnx.ModelProto, folder: Any, file: str) -> Any:
         return data
     path = os.path.join(folder, file)
     if os.path.exists(path):
-        warnings.warn(f"{path!r} is there already and is replaced", UserWarning, stacklevel=4)
+        warnings.warn(f"{path!r} already exists and is overwritten", UserWarning, stacklevel=4)
     with open(path, "wb") as f:
         f.write(data)
     return path

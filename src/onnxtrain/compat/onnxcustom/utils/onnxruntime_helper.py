@@ -28,7 +28,7 @@ def get_ort_device(device: Any) -> Any:
         return native(native.cpu(), native.default_memory(), index)
     if kind in ("cuda", "gpu"):
         return native(native.cuda(), native.default_memory(), index)
-    raise CompatError(f"no such device: {device!r}\nhint: cpu, cuda, gpu or cuda:0")
+    raise CompatError(f"unknown device: {device!r} (expected one of cpu, cuda, gpu, cuda:0)")
 
 
 def ort_device_to_string(device: Any) -> str:
@@ -47,7 +47,7 @@ def device_to_providers(device: Any) -> list[str]:
 
 
 def runtime_device(device: Any) -> str:
-    """Return ``"cpu"`` or ``"cuda"``; refuse what this installation does not have."""
+    """Return ``"cpu"`` or ``"cuda"``; raise if this installation lacks it."""
     kind = ort_device_to_string(device).partition(":")[0].replace("gpu", "cuda")
     runtime.check_device(kind)
     return kind

@@ -11,13 +11,13 @@ import onnx_ir as ir
 
 from onnxtrain.autodiff.gradients import load_normalized
 from onnxtrain.compat.onnxcustom.training.sgd_learning_penalty import ElasticLearningPenalty
-from onnxtrain.errors import CompatError
+from onnxtrain.errors import CompatError, expected_one_of
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io.writer import finalize
 from onnxtrain.losses.classification import BCE
 
-LOSS_PREFIX = "loss/"  # of what the loss adds; its constants are no weights
+LOSS_PREFIX = "loss/"  # names that the loss adds; its constants are not weights
 _SCORES = ("squared_error", "l2", "absolute_error", "l1", "elastic", "log")
 
 
@@ -55,7 +55,8 @@ def add_loss_output(
         kwargs: settings of the score.
     """
     if score_name not in _SCORES:
-        raise NotImplementedError(f"no such score: {score_name!r}\nhint: {', '.join(_SCORES)}")
+        expected = expected_one_of(score_name, _SCORES)
+        raise NotImplementedError(f"unknown score: {score_name!r} {expected}")
     work = load_normalized(onx).model
     graph = work.graph
     predicted = _prediction(graph, output_index)
@@ -68,7 +69,7 @@ def add_loss_output(
     for name, settings in (penalty or {}).items():
         if name not in graph.initializers:
             raise CompatError(
-                f"no such weight: {name!r}\nhint: the model has {', '.join(graph.initializers)}"
+                f"unknown weight: {name!r} {expected_one_of(name, graph.initializers)}"
             )
         ratios = settings if isinstance(settings, Mapping) else {"l2": float(settings)}
         w = graph.initializers[name]
@@ -90,13 +91,13 @@ def _prediction(graph: ir.Graph, output_index: int | str | None) -> ir.Value:
         for y in outputs:
             if y.name == output_index:
                 return y
-        raise CompatError(f"no such output: {output_index!r}")
+        raise CompatError(f"unknown output: {output_index!r}")
     if len(outputs) != 1:
         raise CompatError(
-            f"the model has {len(outputs)} outputs\nhint: say which one in output_index"
+            f"the model has {len(outputs)} outputs\nhint: select one with output_index=..."
         )
     if S.dims_of(outputs[0]) is None:
-        raise CompatError(f"the rank of {outputs[0].name!r} is not known")
+        raise CompatError(f"{outputs[0].name!r} has unknown rank")
     return outputs[0]
 
 
