@@ -377,9 +377,9 @@ def dropout(op, x, ratio=None, training=None, *, seed):
     on = np.asarray(False) if training is None else op.constant(training)
     if on is None or rate is None:
         return None
-    kept, rate = op.const(True), float(rate.reshape(()))
+    all_true, rate = op.const(True), float(rate.reshape(()))
     if not bool(on) or rate == 0:
-        return op.Identity(x), op.expand_like(kept, x)
+        return op.Identity(x), op.expand_like(all_true, x)
     if rate >= 1:
         return None
     attributes = {} if seed is None else {"seed": float(seed)}
@@ -391,8 +391,8 @@ def dropout(op, x, ratio=None, training=None, *, seed):
 @expansion("com.microsoft::BiasDropout", when=TRAINING)
 def bias_dropout(op, x, bias, residual=None, ratio=None, training_mode=None, *, seed=None):
     """``dropout(x + bias) + residual`` and the mask."""
-    y, kept = op.Dropout(op.Add(x, bias), ratio, training_mode, seed=seed, _outputs=2)
-    return y if residual is None else op.Add(y, residual), kept
+    y, mask = op.Dropout(op.Add(x, bias), ratio, training_mode, seed=seed, _outputs=2)
+    return y if residual is None else op.Add(y, residual), mask
 
 
 @expansion("com.microsoft::BitmaskBiasDropout", when=TRAINING)

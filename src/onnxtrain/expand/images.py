@@ -121,10 +121,10 @@ _COPIED_ATTRIBUTES = (
 
 def _resize_matrix(node: ir.Node, n: int, m: int, factor: float | None) -> np.ndarray:
     """Return the matrix [m, n] that resizes one axis, from the reference evaluator."""
-    kept = [a for name, a in node.attributes.items() if name in _COPIED_ATTRIBUTES]
+    copied = [a for name, a in node.attributes.items() if name in _COPIED_ATTRIBUTES]
     names = ["x", "", "scales"] if factor is not None else ["x", "", "", "sizes"]
     proto = onnx.NodeProto(op_type="Resize", input=names, output=["y"])
-    proto.attribute.extend(ir.serde.serialize_attribute(a) for a in kept)
+    proto.attribute.extend(ir.serde.serialize_attribute(a) for a in copied)
     graph = onnx.GraphProto(name="resize", node=[proto])
     graph.input.extend(onnx.ValueInfoProto(name=name) for name in names if name)
     graph.output.append(onnx.ValueInfoProto(name="y"))

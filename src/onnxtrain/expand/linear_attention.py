@@ -54,12 +54,12 @@ def linear_attention(
     if state is None:
         state = op.full([op.size(query, 0), heads, size, op.dims(v)[-1]], 0.0, query.dtype)
         S.set_dims(state, [op.dims(query)[0], heads, size, op.dims(v)[-1]])
-    kept = state.dtype
+    state_dtype = state.dtype
     state = op.cast(state, query.dtype)
     last, ys = _scan_step(op, state, scans, update_rule, groups, heads)
     y = op.Reshape(op.Transpose(ys, perm=[1, 0, 2, 3]), [0, 0, -1])
     S.set_dims(y, [*op.dims(query)[:2], max(groups, heads) * op.dims(v)[-1]])
-    return y, op.cast(last, kept)
+    return y, op.cast(last, state_dtype)
 
 
 def _steps(op: OpBuilder, x: ir.Value, heads: int, size: int | None = None) -> ir.Value:
@@ -109,8 +109,8 @@ def _read_state(op: OpBuilder, q: ir.Value, state: ir.Value, groups: int, heads:
 @expansion("com.microsoft::LinearAttentionGate", when=TRAINING)
 def linear_attention_gate(op, a, dt_bias, decay_scale, b=None):
     """``decay_scale * softplus(a + dt_bias)`` and ``sigmoid(b)``."""
-    wide = op.Add(op.cast(a, dt_bias.dtype), dt_bias)
-    decay = op.cast(op.Mul(decay_scale, op.Softplus(wide)), a.dtype)
+    shifted = op.Add(op.cast(a, dt_bias.dtype), dt_bias)
+    decay = op.cast(op.Mul(decay_scale, op.Softplus(shifted)), a.dtype)
     decay.shape = a.shape
     return decay, None if b is None else op.Sigmoid(b)
 

@@ -373,8 +373,8 @@ def _bias(
     size = gates * hidden
     left, right = op.Slice(both, [0], [size], [0]), op.Slice(both, [size], [2 * size], [0])
     if late:
-        kept = op.Slice(right, [0], [2 * hidden], [0])
-        right = op.Concat(kept, op.full([hidden], 0.0, b.dtype), axis=0)  # pyright: ignore[reportArgumentType]
+        other_gates = op.Slice(right, [0], [2 * hidden], [0])
+        right = op.Concat(other_gates, op.full([hidden], 0.0, b.dtype), axis=0)  # pyright: ignore[reportArgumentType]
     return op.Add(left, right)
 
 

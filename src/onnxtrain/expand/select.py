@@ -89,17 +89,17 @@ def where_by_position(op, condition, a, b):
     count = int(np.prod(out))
     if count > _MAX_POSITIONS:
         return None
-    places = []
+    positions = []
     start = 0
     for v in (a, b):
         dims = op.dims(v)
         n = int(np.prod(dims))
-        places.append(np.broadcast_to(np.arange(n).reshape(dims), out) + start)
+        positions.append(np.broadcast_to(np.arange(n).reshape(dims), out) + start)
         start += n
     both = op.Concat(op.Reshape(a, [-1]), op.Reshape(b, [-1]), axis=0)
     m = op.Cast(condition, to=_INT64)
-    here = op.const(places[1])
-    index = op.Add(here, op.Mul(m, op.const(places[0] - places[1])))
+    b_positions = op.const(positions[1])
+    index = op.Add(b_positions, op.Mul(m, op.const(positions[0] - positions[1])))
     return op.Gather(both, index, axis=0)
 
 

@@ -230,11 +230,11 @@ def expand_by_position(op, x, shape=None, *, node):
     flat, order = _flat(op, x, np.arange(int(np.prod(before))).reshape(before))
     if flat is None:
         return None
-    places = np.argsort(order).reshape(before)
+    positions = np.argsort(order).reshape(before)
     if node.op_type == "Transpose":
         perm = node.attributes["perm"].as_ints() if "perm" in node.attributes else None
-        places = places.transpose(perm)
-    return op.Gather(flat, op.const(places.reshape(after)), axis=0)
+        positions = positions.transpose(perm)
+    return op.Gather(flat, op.const(positions.reshape(after)), axis=0)
 
 
 def _flat(op, x, order):

@@ -75,11 +75,13 @@ def _drop_empty_parts(node: ir.Node) -> None:
     dims = [None if x is None else S.dims_of(x) for x in node.inputs]
     if any(sizes is not None and not -len(sizes) <= axis < len(sizes) for sizes in dims):
         return  # shape inference reports it
-    kept = [x for x, sizes in zip(node.inputs, dims, strict=True) if not sizes or sizes[axis] != 0]
-    if kept and len(kept) < len(node.inputs):
-        for i, x in enumerate(kept):
+    nonempty = [
+        x for x, sizes in zip(node.inputs, dims, strict=True) if not sizes or sizes[axis] != 0
+    ]
+    if nonempty and len(nonempty) < len(node.inputs):
+        for i, x in enumerate(nonempty):
             node.replace_input_with(i, x)
-        node.resize_inputs(len(kept))
+        node.resize_inputs(len(nonempty))
 
 
 def _is_inference_dropout(node: ir.Node) -> bool:

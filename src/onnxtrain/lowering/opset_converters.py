@@ -118,10 +118,10 @@ def finish_draft(draft: Draft, opset: int) -> None:
     schema = S.schema_of(draft.op_type, opset)
     if schema is None or schema.deprecated:
         raise NotConvertibleError(f"no {draft.op_type} in opset {opset}")
-    kept = draft.op_type == draft.node.op_type
+    same_op = draft.op_type == draft.node.op_type
     for name in [n for n in draft.attributes if n not in schema.attributes]:
         value = S.python_value(draft.attributes[name])
-        default = default_of(draft.node.op_type, draft.opset, name) if kept else None
+        default = default_of(draft.node.op_type, draft.opset, name) if same_op else None
         if value != default:
             raise NotConvertibleError(f"{draft.op_type} has no attribute {name} in opset {opset}")
         del draft.attributes[name]
@@ -129,7 +129,7 @@ def finish_draft(draft: Draft, opset: int) -> None:
         if name in draft.attributes:
             continue
         old = default_of(draft.op_type, opset, name)
-        new = default_of(draft.op_type, draft.opset, name) if kept else None
+        new = default_of(draft.op_type, draft.opset, name) if same_op else None
         if new is not None and new != old:
             draft.set(name, new)
         elif formal.required:
