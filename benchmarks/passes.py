@@ -5,7 +5,7 @@
     python -m benchmarks.passes --target cuda --json cuda.json    # on a machine with a GPU
     python -m benchmarks.passes --export                          # only export the nets
     python -m benchmarks.passes --sizes UNROLLED_TAPS             # where a threshold crosses 1
-    python -m benchmarks.passes --write                           # the tables of docs/speed.md
+    python -m benchmarks.passes --write                           # stored rows into docs/speed.md
 
 Each net is built with everything on and once more without one pass, preference or threshold. Where
 the two builds differ, their steps run in turns, and the ratio of times is the median over the

@@ -7,8 +7,11 @@ which it replaces that operator::
     def bias_gelu(op, x, bias):
         return op.Gelu(op.Add(x, bias))
 
-It receives the node's inputs by position (``None`` where omitted), attributes by keyword if its
-signature names them, and ``node`` on request. Attributes without a value get the schema's default,
+The roles of its weights belong in ``INPUT_ROLES`` of :mod:`onnxtrain.importer.parameters`;
+without an entry they are frozen.
+
+The function receives the node's inputs by position (``None`` where omitted), attributes by keyword
+if its signature names them, and ``node`` on request. Attributes without a value get the schema's default,
 else the default of the signature (fused operators of ``com.microsoft`` have no schema). It returns
 the replacement of each output, or ``None`` if it does not apply to this node.
 

@@ -380,6 +380,23 @@ class OpBuilder(ShapeOps):
             raise AttributeError(f"OpBuilder has no method {op_type!r}")
         return functools.partial(self.emit, op_type)
 
+    def emit_contrib(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value],
+        dtype: ir.DataType | None,
+        dims: Sequence[Dim],
+        **attributes: Any,
+    ) -> ir.Value:
+        """Append a ``com.microsoft`` operator; it has no schema, so the caller states its type."""
+        self.graph.opset_imports.setdefault("com.microsoft", 1)
+        attrs = ir.convenience.convert_attributes(attributes)
+        y = self.append(ir.Node("com.microsoft", op_type, inputs, attrs))
+        assert dtype is not None
+        y.type = ir.TensorType(dtype)
+        S.set_dims(y, dims)
+        return y
+
     def emit(
         self, op_type: str, *inputs: Any, _outputs: int = 1, _domain: str = "", **attributes: Any
     ) -> Any:

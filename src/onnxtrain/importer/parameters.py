@@ -136,6 +136,7 @@ STATE = constant("an initial state")
 _NORM_INPUTS = {1: NORM, 2: NORM}
 _CONV_INPUTS = {1: KERNEL, 2: BIAS}
 
+# An initializer at an input of a `com.microsoft` operator that is not listed is frozen.
 INPUT_ROLES: dict[str, dict[int, Role]] = {
     "MatMul": {0: WEIGHT, 1: WEIGHT},
     "Gemm": {0: WEIGHT, 1: WEIGHT, 2: BIAS},

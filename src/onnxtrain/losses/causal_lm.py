@@ -37,7 +37,6 @@ from onnxtrain.autodiff.rule_registry import (
     select_variant,
 )
 from onnxtrain.autodiff.rules.control_flow import mark_sum_scan
-from onnxtrain.autodiff.rules.quantize import emit_contrib
 from onnxtrain.errors import PrepareError, ShapeError
 from onnxtrain.expand.packed_matmul import PackedMatMul
 from onnxtrain.graph import shapes as S
@@ -171,8 +170,7 @@ class PackedHead:
         blocks = self.width // block
         dims = [*(S.dims_of(indices) or (None,)), blocks, block]
         scales = op.Reshape(self.scales, [self.words, blocks, 1])
-        dequantized = emit_contrib(
-            op,
+        dequantized = op.emit_contrib(
             "GatherBlockQuantized",
             [self.bits, indices, scales],
             self.scales.dtype,

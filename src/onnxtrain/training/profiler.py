@@ -192,6 +192,8 @@ class StepProfile:
             lines.append("captured as a CUDA graph; the profile is of steps without capture")
         elif self.device != "cpu":
             lines.append(f"not captured as a CUDA graph: {self.capture_obstacle}")
+        if self.device != "cpu" and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1":
+            lines.append("times are of kernel launches; set CUDA_LAUNCH_BLOCKING=1 to time kernels")
         if self.device != "cpu":
             lines.append(f"nodes that fall back to the CPU: {len(self.fallbacks)}")
             lines += [f"  {name}" for name in self.fallbacks[:_ROWS]]

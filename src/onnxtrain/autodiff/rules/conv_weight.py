@@ -471,6 +471,7 @@ _MATMUL: list[Choice[ConvShape]] = [
     Choice("swapped"),
 ]
 # On a GPU a kernel of the size of the image takes a hundred times as long as a matmul.
+# The first match wins: choices for fewer sizes stand first.
 _CUDA: list[Choice[ConvShape]] = [
     Choice("pairs", lambda f: f.pairs_up_to(T.DEPTHWISE_WEIGHT_GRAD_PAIRS_GPU)),
     Choice("row_pairs", lambda f: f.line_pairs_up_to(T.DEPTHWISE_WEIGHT_GRAD_ROW_PAIRS_GPU)),

@@ -17,9 +17,6 @@ that depends on the incoming gradient keeps it from dequantizing all layers at t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 import onnx_ir as ir
 
@@ -39,7 +36,6 @@ from onnxtrain.expand.packed_matmul import MIN_BLOCK_SIZE, PackedMatMul, unpack_
 from onnxtrain.graph import builder as Z
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder, runtime_zero
-from onnxtrain.graph.shapes.dims import Dim
 
 # DynamicQuantizeLinear has a function body, which computes a scale and uses QuantizeLinear.
 no_gradient("QuantizeLinear", why="it rounds to integers", refuse=True)
@@ -217,8 +213,7 @@ def _unpacked(
     inputs = [b, _rows_after(op, n, dy), view]
     if points is not None:
         inputs.append(op.const(unpack_zero_points(points, n, blocks, form.bits)[..., None]))
-    wide = emit_contrib(
-        op,
+    wide = op.emit_contrib(
         "GatherBlockQuantized",
         inputs,
         scales.dtype,
@@ -261,8 +256,7 @@ def gather_block_quantized(
         return None, None, None
     inputs = [data, indices, op.ones_like(scales), *([] if points is None else [points])]
     dims = op.dims(dy)
-    steps = emit_contrib(
-        op,
+    steps = op.emit_contrib(
         "GatherBlockQuantized",
         inputs,
         scales.dtype,
@@ -276,23 +270,6 @@ def gather_block_quantized(
     sums = op.ReduceSum(each, [-1], keepdims=0)
     rows = op.Unsqueeze(op.cast(indices, ir.DataType.INT64), [-1])
     return None, None, op.ScatterND(op.zeros_like(scales), rows, sums, reduction="add")
-
-
-def emit_contrib(
-    op: OpBuilder,
-    op_type: str,
-    inputs: Sequence[ir.Value],
-    dtype: ir.DataType | None,
-    dims: Sequence[Dim],
-    **attributes: Any,
-) -> ir.Value:
-    """Append a ``com.microsoft`` operator, which has no schema for type inference."""
-    node = ir.Node("com.microsoft", op_type, inputs, ir.convenience.convert_attributes(attributes))
-    y = op.append(node)
-    assert dtype is not None
-    y.type = ir.TensorType(dtype)
-    S.set_dims(y, dims)
-    return y
 
 
 _RANGES = {
