@@ -11,9 +11,9 @@ The roles of its weights belong in ``INPUT_ROLES`` of :mod:`onnxtrain.importer.p
 without an entry they are frozen.
 
 The function receives the node's inputs by position (``None`` where omitted), attributes by keyword
-if its signature names them, and ``node`` on request. Attributes without a value get the schema's default,
-else the default of the signature (fused operators of ``com.microsoft`` have no schema). It returns
-the replacement of each output, or ``None`` if it does not apply to this node.
+if its signature names them, and ``node`` on request. Attributes without a value get the schema's
+default, else the default of the signature (fused operators of ``com.microsoft`` have no schema). It
+returns the replacement of each output, or ``None`` if it does not apply to this node.
 
 The conditions, in the order in which a model meets them:
 
