@@ -59,7 +59,7 @@ def test_one_row_of_several_values() -> None:
 
 
 def test_sizes_that_are_known() -> None:
-    with pytest.raises(PrepareError, match=r"BatchNormalization .* \[1, 3\].*\nhint: a larger"):
+    with pytest.raises(PrepareError, match=r"BatchNormalization .* \[1, 3\].*\nhint: use a larger"):
         built("batch, 3", batch=1)
     with pytest.raises(PrepareError, match="one value per channel"):
         built("1, 3, 1")
