@@ -598,7 +598,9 @@ def split_qkv(model: ir.Model, op: OpBuilder) -> int:
         if match is None or not picks:
             continue
         x, first = match["x"], picks[0][0]
-        parts = (S.dims_of(match["unpacked"]) or ())[-2]
+        unpacked = S.dims_of(match["unpacked"])
+        assert unpacked is not None and isinstance(unpacked[-2], int)  # the check reads them
+        parts = unpacked[-2]
         here = OpBuilder(graph, "parts/", target=op.target, before=first)
         sizes = [here.dims(first.outputs[0])[-1]] * parts
         pieces = here.Split(x, here.const(sizes), axis=op.rank(x) - 1, _outputs=parts)
