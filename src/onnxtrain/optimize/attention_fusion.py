@@ -599,8 +599,8 @@ def split_qkv(model: ir.Model, op: OpBuilder) -> int:
             continue
         x, first = match["x"], picks[0][0]
         unpacked = S.dims_of(match["unpacked"])
-        assert unpacked is not None and isinstance(unpacked[-2], int)  # the check reads them
-        parts = unpacked[-2]
+        parts = None if unpacked is None else unpacked[-2]
+        assert isinstance(parts, int)  # `_check_packed_projection` makes sure
         here = OpBuilder(graph, "parts/", target=op.target, before=first)
         sizes = [here.dims(first.outputs[0])[-1]] * parts
         pieces = here.Split(x, here.const(sizes), axis=op.rank(x) - 1, _outputs=parts)
