@@ -10,6 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
+
 
 def facts() -> dict[str, Any]:
     """Return date, processor, memory, load and versions."""
@@ -22,7 +24,11 @@ def facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "load_before": [round(x, 2) for x in os.getloadavg()],
         "commit": _commit(),
-        "versions": {n: version(n) for n in ("onnxtrain", "onnxruntime", "onnx", "onnx-ir")},
+        "versions": {
+            **{n: version(n) for n in ("onnxtrain", "onnx", "onnx-ir")},
+            # The imported one: onnxruntime and onnxruntime-gpu may be installed side by side.
+            "onnxruntime": onnxruntime.__version__,
+        },
     }
 
 
