@@ -16,7 +16,8 @@ compares a build with itself.
 
 Times are processor time of one thread on the CPU and wall-clock time on a GPU. Rows that the JSON
 file has already are not measured again, so that a run may be split (`--nets`, `--passes`) or
-continued. `--models` names the folder of exported nets; exporting needs torch, measuring does not.
+continued. `--models` names the folder of exported nets; exporting needs torch, and so does
+measuring on a GPU.
 """
 
 from __future__ import annotations
