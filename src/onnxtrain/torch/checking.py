@@ -113,7 +113,7 @@ def _compare_with_torch(
         with torch.no_grad(), restore_statistics(module):
             try:
                 expected = flatten_tensors(module(*copy.deepcopy(tuple(batch))))
-            except Exception:
+            except Exception:  # a module raises any exception for a batch size it cannot run
                 if batch is inputs:
                     raise
                 return  # the module itself is limited to this batch size
