@@ -5,6 +5,7 @@
     python -m benchmarks.passes --target cuda --json cuda.json    # on a machine with a GPU
     python -m benchmarks.passes --export                          # only export the nets
     python -m benchmarks.passes --sizes UNROLLED_TAPS             # where a threshold crosses 1
+    python -m benchmarks.passes --processes 8                     # nets side by side, a core each
     python -m benchmarks.passes --write                           # stored rows into docs/speed.md
 
 Each net is built with everything on and once more without one pass, preference or threshold. Where
@@ -16,8 +17,9 @@ compares a build with itself.
 
 Times are processor time of one thread on the CPU and wall-clock time on a GPU. Rows that the JSON
 file has already are not measured again, so that a run may be split (`--nets`, `--passes`) or
-continued. `--models` names the folder of exported nets; exporting needs torch, and so does
-measuring on a GPU.
+continued. With `--processes`, nets are measured side by side: on the CPU each on a core of its own,
+on a GPU one at a time while the others build. `--models` names the folder of exported nets;
+exporting needs torch, and so does measuring on a GPU.
 """
 
 from __future__ import annotations
@@ -26,11 +28,15 @@ import argparse
 import concurrent.futures
 import contextlib
 import dataclasses
+import fcntl
 import gc
 import hashlib
 import json
 import multiprocessing
+import os
+import queue
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -278,8 +284,57 @@ def measure(
             row["changes"] = other.digest != base.digest
             if row["changes"] or s == again:
                 folders = (base.folder, other.folder)
-                row |= compare(net, folders, target, options.repeats)
+                with turn(target):
+                    row |= compare(net, folders, target, options.repeats)
             keep(row)
+
+
+@contextlib.contextmanager
+def turn(target: str) -> Iterator[None]:
+    """Measure on a GPU while no other process of this command does."""
+    if target == "cpu":
+        yield
+        return
+    with (Path(tempfile.gettempdir()) / "onnxtrain-passes.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def side_by_side(nets: Sequence[AnyNet], options: argparse.Namespace, out: Path) -> None:
+    """Measure each net in a process of its own, `--processes` at a time; join their results."""
+    cores: queue.Queue[int] = queue.Queue()
+    for core in sorted(os.sched_getaffinity(0))[-options.processes :]:
+        cores.put(core)
+    given = {"passes": options.passes, "repeats": options.repeats, "models": options.models}
+    flags = [f"--{k}={v}" for k, v in given.items() if v is not None]
+    flags += [f"--target={options.target}", f"--jobs={options.jobs}"]
+
+    def run(net: AnyNet) -> None:
+        core = cores.get()
+        part = out.with_suffix(f".{net.name}.json")
+        command = [sys.executable, "-m", "benchmarks.passes", f"--nets={net.name}", *flags]
+        pin = ["taskset", "-c", str(core)] if options.target == "cpu" else []
+        subprocess.run([*pin, *command, f"--json={part}"], cwd=ROOT, check=False)
+        cores.put(core)
+
+    others = [quiet.others()]
+    with concurrent.futures.ThreadPoolExecutor(options.processes) as pool:
+        list(pool.map(run, nets))
+    others.append(quiet.others())
+    join(out, {"others": others, "processes": options.processes})
+
+
+def join(out: Path, machine: dict[str, Any]) -> None:
+    """Join the results of single nets, in files beside `out`, into it."""
+    parts = {p: json.loads(p.read_text()) for p in sorted(out.parent.glob(f"{out.stem}.*.json"))}
+    if not parts:
+        return
+    last = max(parts.values(), key=lambda p: p["machine"]["date"])
+    rows = [row for part in parts.values() for row in part["rows"]]
+    joined = last | {"machine": last["machine"] | machine, "rows": rows}
+    out.write_text(json.dumps(joined, separators=(",", ":")) + "\n")
+    for part in parts:
+        part.unlink()
 
 
 @contextlib.contextmanager
@@ -313,10 +368,11 @@ def tables(results: dict[str, Any]) -> str:
     measured = list(dict.fromkeys(r["net"] for r in rows))
     same = [r for r in rows if r["kind"] == "itself"]
     worst = max((abs(r["ratio"] - 1) for r in same), default=0.0)
+    side = f" --processes {facts['processes']}" if facts.get("processes") else ""
     clock = "wall-clock time" if target == "cuda" else "processor time, one thread,"
     parts = [
         f"{facts['date']}, commit {facts['commit']}: `python -m benchmarks.passes --target "
-        f"{target}`, {facts.get('gpu') or facts['cpu']}, onnxruntime "
+        f"{target}{side}`, {facts.get('gpu') or facts['cpu']}, onnxruntime "
         f"{facts['versions']['onnxruntime']}; {clock} of whole steps with AdamW. Nets: "
         + "; ".join(titles[n] for n in measured)
         + f". A build compared with itself differs from 1 by at most {worst:.1%}.",
@@ -393,6 +449,7 @@ def main() -> None:
     parser.add_argument("--passes", help="passes, preferences and thresholds; default: all")
     parser.add_argument("--repeats", type=int, help="repetitions, each with new trainers")
     parser.add_argument("--jobs", type=int, default=1, help="processes that build")
+    parser.add_argument("--processes", type=int, help="nets that are measured side by side")
     parser.add_argument("--models", type=Path, help="folder of exported nets")
     parser.add_argument("--export", action="store_true", help="export the nets and stop")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/passes_TARGET.json")
@@ -417,6 +474,9 @@ def main() -> None:
     every = switches(target)
     names = _names(options.passes, [s.name for s in every], parser)
     out = options.json or page.RESULTS / f"passes_{target}.json"
+    if options.processes:
+        side_by_side(nets, options, out)
+        return
     results = json.loads(out.read_text()) if out.exists() else {"target": target, "rows": []}
     results["machine"] = facts(target) | {"others": [quiet.others()]}
     known = {(r["net"], r["name"]) for r in results["rows"]}
