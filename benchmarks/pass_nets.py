@@ -131,6 +131,18 @@ def _audio(width: int, layers: int, heads: int) -> Any:
     return lambda: AudioEncoder(width, layers, heads)
 
 
+def _masked(tokens: int, width: int, layers: int, heads: int, context: int) -> Any:
+    from benchmarks.workloads.text import MaskedLM
+
+    return lambda: MaskedLM(tokens, width, layers, heads, context)
+
+
+def _merging(width: int, layers: int) -> Any:
+    from benchmarks.workloads.vision import MergingViT
+
+    return lambda: MergingViT(width=width, layers=layers)
+
+
 def _vit(width: int, layers: int) -> Any:
     from benchmarks.workloads.vision import ViT
 
@@ -201,6 +213,21 @@ _CPU = (
     Net(WORKLOADS["gru"]),
     Net(_tokens("gpt2", "GPT-2 2 x 256, 4x128", _later(_gpt2, 2048, 256, 2, 4, 128), 4, 128, 2048)),
     Net(_tokens("llama", "Llama 3 x 256, 4x128", _later(_llama, 256, 3, 4, 2048), 4, 128, 2048)),
+    Net(
+        _images(
+            "merging", "ViT with merged patches, 64x64, batch 8", _later(_merging, 96, 2), 8, 64
+        )
+    ),
+    Net(
+        _tokens(
+            "tied",
+            "GPT-2 2 x 128, tied vocabulary 50,257, 2x64",
+            _later(_gpt2, 50257, 128, 2, 4, 64),
+            2,
+            64,
+            50257,
+        )
+    ),
     AdapterNet(
         "adapters-4bit",
         "LoRA on a 4-bit decoder 3 x 256, 2x128",
@@ -242,7 +269,31 @@ _CUDA = (
         "bf16-mixed",
     ),
     Net(
-        _tokens("gpt2", "GPT-2 4 x 768, 8x512", _later(_gpt2, 8000, 768, 4, 12, 512), 8, 512, 8000),
+        _tokens(
+            "gpt2",
+            "GPT-2 4 x 768, vocabulary 50,257, 8x512",
+            _later(_gpt2, 50257, 768, 4, 12, 512),
+            8,
+            512,
+            50257,
+        ),
+        "bf16-mixed",
+    ),
+    Net(
+        _tokens(
+            "masked",
+            "BERT 4 x 768, vocabulary 30,522, 32x128",
+            _later(_masked, 30522, 768, 4, 12, 128),
+            32,
+            128,
+            30522,
+        ),
+        "bf16-mixed",
+    ),
+    Net(
+        _images(
+            "merging", "ViT with merged patches, 224x224, 64", _later(_merging, 96, 2), 64, 224
+        ),
         "bf16-mixed",
     ),
     Net(

@@ -279,13 +279,16 @@ def measure(
         queue += chosen
         builds = [(s, run(build, net.name, path, target, s, folder)) for s in queue]
         for s, built in builds:
-            other = built.result()
             row = {"net": net.name, "kind": s.kind, "name": s.name}
-            row["changes"] = other.digest != base.digest
-            if row["changes"] or s == again:
-                folders = (base.folder, other.folder)
-                with turn(target):
-                    row |= compare(net, folders, target, options.repeats)
+            try:
+                other = built.result()
+                row["changes"] = other.digest != base.digest
+                if row["changes"] or s == again:
+                    with turn(target):
+                        folders = (base.folder, other.folder)
+                        row |= compare(net, folders, target, options.repeats)
+            except onnxtrain.OnnxTrainError as error:  # operators that the runtime lacks
+                row |= {"changes": True, "fails": str(error).splitlines()[0][:200]}
             keep(row)
 
 
@@ -375,15 +378,17 @@ def tables(results: dict[str, Any]) -> str:
         f"{target}{side}`, {facts.get('gpu') or facts['cpu']}, onnxruntime "
         f"{facts['versions']['onnxruntime']}; {clock} of whole steps with AdamW. Nets: "
         + "; ".join(titles[n] for n in measured)
-        + f". A build compared with itself differs from 1 by at most {worst:.1%}.",
+        + f". A build compared with itself differs from 1 by at most {worst:.1%}."
+        " `needed`: nets whose step does not run without it.",
         *page.busy(facts),
     ]
     for kind in ("pass", "preference", "threshold"):
         lines = []
         for name in dict.fromkeys(r["name"] for r in rows if r["kind"] == kind):
-            of = [r for r in rows if r["name"] == name and "ratio" in r]
+            of = [r for r in rows if r["name"] == name and r["changes"]]
             lines.append([f"`{name}`", *_summary(of, with_memory=target == "cuda")])
-        head = [kind, "nets it changes", "faster", "slower", "best (with / without)", "worst"]
+        head = [kind, "nets it changes", "needed", "faster", "slower"]
+        head += ["best (with / without)", "worst"]
         head += ["memory"] if target == "cuda" else []
         if lines:
             parts.append(report.markdown(head, lines, left=1))
@@ -391,9 +396,10 @@ def tables(results: dict[str, Any]) -> str:
 
 
 def _summary(rows: list[dict[str, Any]], *, with_memory: bool) -> list[str]:
+    count, rows = len(rows), [r for r in rows if "ratio" in r]
     faster = [r for r in rows if effect(r) < 0]
     slower = [r for r in rows if effect(r) > 0]
-    cells = [str(len(rows)), str(len(faster)), str(len(slower))]
+    cells = [str(n) for n in (count, count - len(rows), len(faster), len(slower))]
     for some, choose in ((faster, min), (slower, max)):
         best = choose(some, key=lambda r: r["ratio"], default=None)
         cells.append("" if best is None else f"{_spread(best)}, {best['net']}")

@@ -111,6 +111,40 @@ class GPT2(nn.Module):
         return nn.functional.linear(y, self.wte.weight).reshape(-1, self.tokens)
 
 
+class TanhGelu(nn.Module):
+    """GELU by a tanh, in elementwise operators."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return GELU of x, approximately."""
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3))
+        return 0.5 * x * (1 + torch.tanh(inner))
+
+
+class MaskedLM(nn.Module):
+    """A BERT-like encoder with token types, a padding mask and tied scores; [batch, words]."""
+
+    def __init__(self, tokens: int, width: int, layers: int, heads: int, context: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = tokens
+        self.embed, self.types = nn.Embedding(tokens, width), nn.Embedding(2, width)
+        self.places, self.norm = nn.Embedding(context, width), nn.LayerNorm(width)
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, dropout=0.0, activation=TanhGelu(), batch_first=True
+        )
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.decoder = nn.Linear(width, tokens, bias=False)
+        nn.init.normal_(self.embed.weight, std=0.02)
+        self.decoder.weight = self.embed.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        """Return scores of the word at each place; word 0 is padding."""
+        types = (words % 2).long()
+        x = self.embed(words) + self.types(types) + self.places(torch.arange(words.shape[1]))
+        y = self.encoder(self.norm(x), src_key_padding_mask=words == 0)
+        return self.decoder(y).reshape(-1, self.tokens)
+
+
 class RMSNorm(nn.Module):
     """Normalization by the root mean square, as Llama writes it."""
 

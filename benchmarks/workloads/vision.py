@@ -181,3 +181,25 @@ class ViT(nn.Module):
         token = self.token.expand(x.shape[0], -1, -1)
         y = self.blocks(torch.cat([token, patches], dim=1) + self.places)
         return self.fc(self.norm(y[:, 0]))
+
+
+class MergingViT(nn.Module):
+    """Two stages of a ViT; patches are merged two by two in between, as in Swin."""
+
+    def __init__(self, classes: int = 100, width: int = 96, layers: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.patch = nn.Conv2d(3, width, 4, 4)
+        self.first = nn.Sequential(*(ViTBlock(width, 3) for _ in range(layers)))
+        self.merge = nn.Linear(4 * width, 2 * width, bias=False)
+        self.second = nn.Sequential(*(ViTBlock(2 * width, 6) for _ in range(layers)))
+        self.norm, self.fc = nn.LayerNorm(2 * width), nn.Linear(2 * width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return scores."""
+        y = self.patch(x)
+        rows, columns = y.shape[2:]
+        y = self.first(y.flatten(2).transpose(1, 2)).unflatten(1, (rows, columns))
+        parts = [y[:, i::2, j::2] for j in (0, 1) for i in (0, 1)]
+        y = self.second(self.merge(torch.cat(parts, dim=-1)).flatten(1, 2))
+        return self.fc(self.norm(y.mean(dim=1)))
