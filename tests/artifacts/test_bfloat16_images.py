@@ -172,7 +172,7 @@ def test_losses_stay_near_those_of_float32() -> None:
 
 
 def test_activations_stay_bfloat16() -> None:
-    """Casts of images stand at the borders: the picture, the pooling, strided gradients."""
+    """Images are cast at the borders only: the input image, the pooling, strided gradients."""
     model = made("bf16-mixed").models["train"]
     onnx.checker.check_model(model, full_check=True)
     types = element_types(model)
@@ -190,7 +190,7 @@ def test_activations_stay_bfloat16() -> None:
     floats = {TensorProto.FLOAT, TensorProto.BFLOAT16}
     casts = [n for n in casts if {types[n.input[0]], types[n.output[0]]} == floats]
     casts = [n for n in casts if len(shapes[n.output[0]]) == 4 and shapes[n.output[0]][0] == BATCH]
-    borders = {"picture": 1, "means": 6, "strided": 2, "statistics of few positions": 1}
+    borders = {"input": 1, "means": 6, "strided": 2, "statistics of few positions": 1}
     assert len(casts) <= sum(borders.values())
 
 
@@ -222,7 +222,7 @@ def test_activations_take_half_the_memory() -> None:
 
 
 def with_extra(operator: str) -> onnx.ModelProto:
-    """Return the net with one more operator on the picture."""
+    """Return the net with one more operator on the input image."""
     model = onnx.ModelProto.FromString(exported().SerializeToString())
     name = model.graph.input[0].name
     for node in model.graph.node:
@@ -261,7 +261,7 @@ def many_small_products() -> onnx.ModelProto:
     [(elu, False), (softplus, True), (few_convolutions, False), (many_small_products, True)],
 )
 def test_only_what_the_device_runs_is_raised(model: Any, raised: bool) -> None:
-    """CUDA has no Elu of opset 22; one convolution is no reason to raise a net, most work is."""
+    """CUDA has no Elu of opset 22, so a net is raised only if most of its work gains from it."""
     train = made("bf16-mixed", model).models["train"]
     types = element_types(train)
     kinds = {types[n.output[0]] for n in train.graph.node if n.op_type == "Conv"}

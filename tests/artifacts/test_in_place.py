@@ -15,7 +15,7 @@ CASES = {
     "a stranger reads it": ("q = Sub(p, g) z = Mul(p, p)", False),
     "a later node reads it": ("q = Sub(p, g) z = Mul(p, q)", False),
     "nobody reads it": ("q = Neg(g)", True),
-    "the writer is no elementwise op": ("q = Softmax(p)", False),
+    "the writer is not elementwise": ("q = Softmax(p)", False),
     "a branch reads it": (
         (
             "q = If (c) <then_branch = a () => (float[2] y) { y = Neg(p) },"

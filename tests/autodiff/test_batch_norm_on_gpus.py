@@ -46,7 +46,7 @@ def build(module: nn.Module, x: torch.Tensor) -> onnxtrain.Artifacts:
 
 
 def count_large(model: onnx.ModelProto, elements: int) -> collections.Counter[str]:
-    """Count the operators with an output of at least so many ``elements``."""
+    """Count the operators with an output of at least ``elements`` elements."""
     graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
     sizes = {
         v.name: int(np.prod([d.dim_value for d in v.type.tensor_type.shape.dim]))

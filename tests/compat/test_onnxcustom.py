@@ -171,8 +171,8 @@ def test_mlp_gradients_equal_back_propagation_of_sklearn(kind):
     function = session.train_function_
     inputs = [few.astype(np.float32), *(v.numpy() for v in session.get_state())]
     predicted = function.forward(inputs, training=True)
-    total, slope = session.learning_loss.loss_gradient(session.device, target, predicted[0])
-    gradients = [g.numpy() / len(few) for g in function.backward([slope])[1:]]
+    total, grad = session.learning_loss.loss_gradient(session.device, target, predicted[0])
+    gradients = [g.numpy() / len(few) for g in function.backward([grad])[1:]]
     assert total.numpy().item() / len(few) == pytest.approx(loss, rel=1e-5)
     for ours, theirs in zip(
         gradients, [coefs[0], intercepts[0], coefs[1], intercepts[1]], strict=True

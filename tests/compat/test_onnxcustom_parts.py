@@ -40,14 +40,14 @@ def model() -> onnx.ModelProto:
 
 
 def numeric(loss, expected, predicted, step=1e-3):
-    slopes = np.zeros_like(predicted)
+    grads = np.zeros_like(predicted)
     for index in np.ndindex(predicted.shape):
         for sign in (1, -1):
             moved = predicted.copy()
             moved[index] += sign * step
             value = loss.loss_gradient("cpu", expected, moved)[0].numpy().item()
-            slopes[index] += sign * value / (2 * step)
-    return slopes
+            grads[index] += sign * value / (2 * step)
+    return grads
 
 
 @pytest.mark.parametrize("name", ["square", "absolute", "elastic", "log"])
@@ -57,9 +57,9 @@ def test_gradients_of_losses_have_the_right_sign(name):
     expected = RNG.normal(size=(6, 1)).astype(np.float32)
     if name == "log":
         expected = (expected > 0).astype(np.int64)
-    total, slope = loss.loss_gradient("cpu", expected, predicted)
+    total, grad = loss.loss_gradient("cpu", expected, predicted)
     np.testing.assert_allclose(
-        slope.numpy(), numeric(loss, expected, predicted), rtol=1e-2, atol=1e-2
+        grad.numpy(), numeric(loss, expected, predicted), rtol=1e-2, atol=1e-2
     )
     each = loss.loss_scores("cpu", expected, predicted).numpy()
     assert total.numpy().shape == (1, 1)

@@ -47,11 +47,11 @@ def agent_of(builder) -> TrainingAgent:
     return TrainingAgent(session._sess, feeds, [], fetches, [])
 
 
-def expected(model, wrt, feeds, slopes):
+def expected(model, wrt, feeds, grads):
     """Return outputs and gradients of one call of the joint model."""
     session = onnxruntime.InferenceSession(vjp(model, wrt).SerializeToString())
     names = [x.name for x in session.get_inputs()]
-    return session.run(None, dict(zip(names, [*feeds, *slopes], strict=True)))
+    return session.run(None, dict(zip(names, [*feeds, *grads], strict=True)))
 
 
 def numbers(values) -> list[np.ndarray]:
@@ -70,12 +70,12 @@ def test_passes_equal_the_joint_model():
     assert info.module_output_gradient_name == ["output_grad"]
     agent = agent_of(builder)
     x, _ = batch()
-    slope = np.random.default_rng(0).standard_normal((8, 3)).astype(np.float32)
-    outputs, slopes, state = [], [], PartialGraphExecutionState()
+    grad = np.random.default_rng(0).standard_normal((8, 3)).astype(np.float32)
+    outputs, grads, state = [], [], PartialGraphExecutionState()
     agent.run_forward([x, *weights], outputs, state, OrtValueCache())
-    agent.run_backward([slope], slopes, state)
-    wanted = expected(model, ["input", *WEIGHTS], [x, *weights], [slope])
-    for got, want in zip([*numbers(outputs), *numbers(slopes)], wanted, strict=True):
+    agent.run_backward([grad], grads, state)
+    wanted = expected(model, ["input", *WEIGHTS], [x, *weights], [grad])
+    for got, want in zip([*numbers(outputs), *numbers(grads)], wanted, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
@@ -85,18 +85,18 @@ def test_several_forwards_before_their_backwards():
     agent, weights = agent_of(built(model)), [w.copy() for w in arrays_of(model).values()]
     rng, states, wanted = np.random.default_rng(1), [], []
     for size in (3, 5, 2):
-        x, slope = (rng.standard_normal((size, n)).astype(np.float32) for n in (6, 3))
+        x, grad = (rng.standard_normal((size, n)).astype(np.float32) for n in (6, 3))
         state = PartialGraphExecutionState()
         agent.run_forward([x, *weights], [], state)
-        states.append((state, slope))
-        wanted.append(expected(model, WEIGHTS, [x, *weights], [slope])[1:])
+        states.append((state, grad))
+        wanted.append(expected(model, WEIGHTS, [x, *weights], [grad])[1:])
         for w in weights:
             w *= 1.5
     for i in (1, 0, 2):
-        state, slope = states[i]
-        slopes: list = []
-        agent.run_backward([slope], slopes, state)
-        for got, want in zip(numbers(slopes), wanted[i], strict=True):
+        state, grad = states[i]
+        grads: list = []
+        agent.run_backward([grad], grads, state)
+        for got, want in zip(numbers(grads), wanted[i], strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
@@ -105,16 +105,16 @@ def test_values_and_vectors_of_onnxruntime():
     agent, x = agent_of(built(model)), batch()[0]
     arrays = [x, *arrays_of(model).values()]
     values = [onnxruntime.OrtValue.ortvalue_from_numpy(a) for a in arrays]
-    feeds, fetches, slopes = OrtValueVector(), OrtValueVector(), OrtValueVector()
+    feeds, fetches, grads = OrtValueVector(), OrtValueVector(), OrtValueVector()
     for value in values:
         feeds.push_back(value._ortvalue)
     state = PartialGraphExecutionState()
     agent.run_forward(feeds, fetches, state)
-    slope = OrtValueVector()
-    slope.push_back(fetches[0])
-    agent.run_backward(slope, slopes, state)
+    grad = OrtValueVector()
+    grad.push_back(fetches[0])
+    agent.run_backward(grad, grads, state)
     wanted = expected(model, WEIGHTS, arrays, [fetches[0].numpy()])
-    for got, want in zip([*numbers(fetches), *numbers(slopes)], wanted, strict=True):
+    for got, want in zip([*numbers(fetches), *numbers(grads)], wanted, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
@@ -129,12 +129,12 @@ def test_frozen_weights_are_inputs_and_fetches_choose():
     agent = TrainingAgent(session, ["input", *names], bw_fetches_names=["weight3_grad"])
     rng = np.random.default_rng(2)
     x = rng.standard_normal((2, 4)).astype(np.float32)
-    slopes = [rng.standard_normal((2, n)).astype(np.float32) for n in (3, 2)]
+    grads = [rng.standard_normal((2, n)).astype(np.float32) for n in (3, 2)]
     outputs, got, state = [], [], PartialGraphExecutionState()
     agent.run_forward([x, *arrays_of(model).values()], outputs, state)
-    agent.run_backward(slopes, got, state)
+    agent.run_backward(grads, got, state)
     weight = arrays_of(model)["weight3"]
-    *own, want = expected(model, ["weight3"], [x, weight], slopes)
+    *own, want = expected(model, ["weight3"], [x, weight], grads)
     for a, b in zip([*numbers(outputs), *numbers(got)], [*own, want], strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
@@ -159,9 +159,9 @@ def test_wrong_use_is_named():
     model = mlp()
     agent, weights = agent_of(built(model)), list(arrays_of(model).values())
     x, state = batch()[0], PartialGraphExecutionState()
-    slope = np.ones((8, 3), np.float32)
+    grad = np.ones((8, 3), np.float32)
     with pytest.raises(CompatError, match="holds no forward pass"):
-        agent.run_backward([slope], [], state)
+        agent.run_backward([grad], [], state)
     with pytest.raises(RuntimeError, match=r"got 4 values, expected 5(?s:.)*input, fc1\.weight"):
         agent.run_forward(weights, [], state)
     with pytest.raises(CompatError, match=r"'input' is tensor\(double\) \[8, 6\]"):
@@ -172,14 +172,14 @@ def test_wrong_use_is_named():
         agent.run_forward(["x", *weights], [], state)
     agent.run_forward([x, *weights], [], state)
     with pytest.raises(CompatError, match="got 2 values, expected 1"):
-        agent.run_backward([slope, slope], [], state)
+        agent.run_backward([grad, grad], [], state)
     with pytest.raises(CompatError, match=r"backward(?s:.)*'output_grad' is tensor\(int64\)"):
-        agent.run_backward([slope.astype(np.int64)], [], state)
+        agent.run_backward([grad.astype(np.int64)], [], state)
     with pytest.raises(CompatError, match="belongs to another agent"):
-        agent_of(built(model)).run_backward([slope], [], state)
-    agent.run_backward([slope], [], state)
+        agent_of(built(model)).run_backward([grad], [], state)
+    agent.run_backward([grad], [], state)
     with pytest.raises(CompatError, match="holds no forward pass"):
-        agent.run_backward([slope], [], state)
+        agent.run_backward([grad], [], state)
 
 
 def test_wrong_builds_are_named():
@@ -214,9 +214,9 @@ def test_the_page_gives_right_gradients(tmp_path: Path, monkeypatch: pytest.Monk
     model = digits_model("model.onnx", hidden=8)
     scope: dict = {"onnx": onnx, "onnxtrain": onnxtrain, "digits": digits_data(16)}
     exec(compile(block, "coming-from", "exec"), scope)
-    slope = 2 * scope["outputs"][0].numpy()
+    grad = 2 * scope["outputs"][0].numpy()
     names = list(scope["weights"])
-    want = expected(model, names, [scope["features"], *scope["weights"].values()], [slope])
+    want = expected(model, names, [scope["features"], *scope["weights"].values()], [grad])
     for got, value in zip(numbers(scope["gradients"]), want[1:], strict=True):
         np.testing.assert_allclose(got, value, rtol=1e-5, atol=1e-6)
 

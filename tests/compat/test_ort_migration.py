@@ -1,4 +1,4 @@
-"""Checkpoints that onnxruntime-training 1.19.2 has written, read by the old door."""
+"""Checkpoints that onnxruntime-training 1.19.2 has written, read through the old API."""
 
 from __future__ import annotations
 

@@ -46,13 +46,13 @@ def test_sgd_takes_the_steps_of_the_gradient(model, tmp_path):
         ("output", ["batch", 1]),
     ]
     weights = {n: w.copy() for n, w in arrays_of(model).items() if n in WEIGHTS}
-    slopes = onnxruntime.InferenceSession(
+    grads = onnxruntime.InferenceSession(
         grad(add_scalar(model), WEIGHTS, "total").SerializeToString()
     )
     feeds = {n: v for n, v in data().items() if n != "Learning_Rate"}
     for _ in range(3):
         names = ["total", "output", *(f"{n}_grad" for n in WEIGHTS)]
-        want = dict(zip(names, slopes.run(names, {**feeds, **weights}), strict=True))
+        want = dict(zip(names, grads.run(names, {**feeds, **weights}), strict=True))
         loss, output = session.run(["loss", "output"], data())
         assert loss.shape == (1, 1)
         np.testing.assert_allclose(loss.item(), want["total"], rtol=1e-5)

@@ -183,7 +183,7 @@ def lies(folder: Path, out: Path, edits: dict[str, Edit]) -> Iterator[str]:
 
 
 def texts(folder: Path, out: Path) -> Iterator[str]:
-    """Write directories whose manifest is no manifest; yield their names."""
+    """Write directories whose manifest is invalid; yield their names."""
     for name, source in TEXTS.items():
         (copied(folder, out / name) / "manifest.json").write_text(source)
         yield name

@@ -1,4 +1,4 @@
-"""The style-transfer example: training, old weight files, and pictures in real runtimes."""
+"""The style-transfer example: training, old weight files, and images in real runtimes."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_layout_of_a_mosaic_is_repeated_and_of_a_photo_mirrored(example):
 
 
 def test_stylist_at_any_size_in_onnxruntime(example, tiny, tmp_path):
-    """The exported whole, layout and all, is torch's, for pictures larger than the layout."""
+    """The exported whole, layout and all, is torch's, for images larger than the layout."""
     stylist = example.train.create_stylist(tiny, example.train.initial_net(tiny)).eval()
     example.train.write(stylist, tmp_path)
     session = onnxruntime.InferenceSession(tmp_path / "style.onnx")
@@ -238,9 +238,9 @@ def test_pictures_of_real_runtimes_are_torchs(example, forms, engine: str):
     image = example.images.planes(example.images.load("china", 32)[:, :32])[None]
     if "WebGL" in engine:  # a GPU in software takes its time
         rows = rows[1:2]
-    picture = example.run.compare(rows, engine, image, net)  # raises above 1e-2
-    assert picture.shape == image.shape
-    assert picture.std() > 1
+    styled = example.run.compare(rows, engine, image, net)  # raises above 1e-2
+    assert styled.shape == image.shape
+    assert styled.std() > 1
     refused = [row.form for row in rows if row.results[engine] == "refused"]
     assert refused == (["exported, opset 20"] if engine == "onnxjs, Node" else [])
 

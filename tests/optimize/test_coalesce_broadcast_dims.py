@@ -93,7 +93,7 @@ def test_axes_are_coalesced(kind: str, a: str, b: str, joined: list[list[int]]) 
         ("2,3,4", "2,3,4"),
         ("2,3,4", "1,1,1"),
         ("2,3,4", "2,1,4"),  # nothing to join
-        ("n,3,m", "n,3,1"),  # a view tells one size at most
+        ("n,3,m", "n,3,1"),  # a view infers one size at most
         ("1,2,3", "1,2,1"),  # too small
     ],
 )
@@ -137,7 +137,7 @@ def test_where_has_fewer_axes() -> None:
 
 
 def test_nodes_in_between_need_no_views() -> None:
-    """As in the gradient of a normalisation: sizes are told at the ends only."""
+    """As in the gradient of a normalization: sizes are known at the ends only."""
     changed, before, after = flattened("""
         g (float[2,3,4] x, float[2,3,4] r, float[2,3,1] m, float[2,3,1] s, float[4] w)
         => (float[2,3,4] y, float[2,3,1] e) <int64[1] last = {-1}> {

@@ -20,7 +20,7 @@ APART = {"x": HEADS, "k": GROUPS, "v": GROUPS}
 
 
 def model(heads: dict[str, int], settings: str) -> onnx.ModelProto:
-    """Return attention with rotation over inputs with so many heads."""
+    """Return attention with rotation over inputs with the given numbers of heads."""
     given = [f"float[B, S, {h * SIZE}] {n}" for n, h in heads.items()]
     given += ["int32[B] lengths", "int32 total", f"float[{LENGTH}, {SIZE // 2}] cos"]
     given += [f"float[{LENGTH}, {SIZE // 2}] sin"]

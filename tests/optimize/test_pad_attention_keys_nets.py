@@ -57,7 +57,7 @@ class Packed(nn.Module):
         return x + self.attend(h, h, h, need_weights=False)[0]
 
 
-class Pictures(nn.Module):
+class AttentionNet(nn.Module):
     """A small vision transformer: 12 patches and a token for the class make 13 positions."""
 
     def __init__(self, *layers: nn.Module) -> None:
@@ -74,11 +74,11 @@ class Pictures(nn.Module):
 KINDS = ["packed", "open", "causal", "grouped"]
 
 
-def pictures(kind: str) -> Pictures:
+def attention_net(kind: str) -> AttentionNet:
     torch.manual_seed(0)
     if kind == "packed":
-        return Pictures(Packed(), Packed())
-    return Pictures(*(Layer(2 if kind == "grouped" else 1, kind == "causal") for _ in range(2)))
+        return AttentionNet(Packed(), Packed())
+    return AttentionNet(*(Layer(2 if kind == "grouped" else 1, kind == "causal") for _ in range(2)))
 
 
 def built(
@@ -120,7 +120,7 @@ def unaligned(model: onnx.ModelProto, word: int) -> list[list[str]]:
 def test_losses_follow_torch(kind: str, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if recompute or kind == "open":
         monkeypatch.setattr(thresholds, "MASK_IN_MATMUL_RATIO", 0)
-    module = pictures(kind)
+    module = attention_net(kind)
     artifacts = built(module, recompute=recompute)
     assert row_lengths(artifacts.models["step"]) == {16}
     assert unaligned(artifacts.models["step"], 4) == []
@@ -143,9 +143,9 @@ def test_losses_follow_torch(kind: str, recompute: str, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("kind", ["packed", "grouped"])
 def test_models_for_evaluation_and_export_stay(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = built(pictures(kind))
+    made = built(attention_net(kind))
     monkeypatch.setattr(thresholds, "PADDED_ATTENTION_KEYS", 14)
-    plain = built(pictures(kind))
+    plain = built(attention_net(kind))
     assert made.models["step"] != plain.models["step"]
     assert unaligned(plain.models["step"], 4) != []
     assert made.manifest.parameters == plain.manifest.parameters
@@ -156,14 +156,14 @@ def test_models_for_evaluation_and_export_stay(kind: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("kind", ["packed", "causal"])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed"])
 def test_sixteen_bits(kind: str, precision: str) -> None:
-    artifacts = built(pictures(kind), precision)
+    artifacts = built(attention_net(kind), precision)
     onnx.checker.check_model(artifacts.models["step"], full_check=True)
     assert row_lengths(artifacts.models["step"]) == {16}
     if precision == "bf16-mixed":  # no kernel on the CPU
         return
     x, labels = np.random.default_rng(0).normal(size=(2, 12, 6)), np.array([0, 2])
     losses = []
-    for made in (artifacts, built(pictures(kind))):
+    for made in (artifacts, built(attention_net(kind))):
         trainer = onnxtrain.Trainer(made, threads=1)
         losses.append([trainer.step(x.astype(np.float32), labels).loss for _ in range(5)])
     np.testing.assert_allclose(*losses, rtol=5e-3)

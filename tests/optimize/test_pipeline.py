@@ -83,19 +83,19 @@ class Total(Norm):
 
 
 @pytest.mark.parametrize("target", ["cuda", "webgpu"])
-@pytest.mark.parametrize("door", ["vjp", "jvp", "grad", "split"])
-def test_no_training_mode_where_the_runtime_lacks_it(door: str, target: str) -> None:
-    net = Total() if door == "grad" else Norm()
+@pytest.mark.parametrize("entry", ["vjp", "jvp", "grad", "split"])
+def test_no_training_mode_where_the_runtime_lacks_it(entry: str, target: str) -> None:
+    net = Total() if entry == "grad" else Norm()
     model = from_torch(net.train(), (torch.randn(4, 3, 5, 5),), train=True)
     assert find(target).lacks("BatchNormalization.training_mode")
-    if door == "grad":
+    if entry == "grad":
         of = model.graph.outputs[0].name
         models = [onnxtrain.grad(model, ["norm.weight", "norm.bias"], of, target=target)]
-    elif door == "split":
+    elif entry == "split":
         halves = onnxtrain.split(model, target=target)
         models = [halves.forward, halves.backward]
     else:
-        models = [getattr(onnxtrain, door)(model, target=target)]
+        models = [getattr(onnxtrain, entry)(model, target=target)]
     for made in models:
         norms = [n for n in made.graph.node if n.op_type == "BatchNormalization"]
         assert not [n for n in norms if any(a.name == "training_mode" for a in n.attribute)]

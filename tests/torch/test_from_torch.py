@@ -75,13 +75,13 @@ def test_batch_norm_is_put_into_training_mode(batch_norm) -> None:
 
 def test_evaluation_mode(batch_norm) -> None:
     module, x = batch_norm
-    model = from_torch(module, x, train=False, dynamic_batch=False, names=["picture"])
+    model = from_torch(module, x, train=False, dynamic_batch=False, names=["pixels"])
     kinds = {n.op_type: n for n in model.graph}
     assert "Dropout" not in kinds
     mode = kinds["BatchNormalization"].attributes.get("training_mode")
     assert mode is None or mode.as_int() == 0
     assert list(model.graph.inputs[0].shape) == [3, 1, 8, 8]
-    assert model.graph.inputs[0].name == "picture"
+    assert model.graph.inputs[0].name == "pixels"
 
 
 def test_attention_dropout_is_kept() -> None:

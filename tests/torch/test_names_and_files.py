@@ -1,4 +1,4 @@
-"""Names of inputs and outputs are the caller's; files tell nothing of the author's machine."""
+"""Names of inputs and outputs are the caller's; files hold nothing of the author's machine."""
 
 from __future__ import annotations
 

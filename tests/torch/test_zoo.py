@@ -6,7 +6,7 @@ from tests.zoo.models import ZOO
 
 from .zoo import run
 
-# Each stands for a way in which exporters go wrong: training statistics, tied weights, dropout.
+# Each covers one way in which exporters go wrong: training statistics, tied weights, dropout.
 QUICK = {("resnet", "train"), ("gpt2", "eval"), ("gru", "eval")}
 REFUSED: dict[str, str] = {}
 

@@ -78,7 +78,7 @@ def test_updating_in_place_changes_nothing(name: str) -> None:
 
 
 def test_size_decides_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    clipped = made(clip=1.0)  # the norm of all gradients is no matter of single elements
+    clipped = made(clip=1.0)  # the norm of all gradients is not elementwise
     assert Trainer(clipped).layout == "fused"
     assert Trainer(made()).layout == "vector"
     assert Trainer(made(accumulate=2)).layout == "separate"

@@ -37,9 +37,9 @@ def test_malicious_nodes_are_refused_over_the_wire(federation: Federation) -> No
     trained = [line for line in federation.report(project) if line["kind"] == "train"]
     assert [line["round"] for line in trained] == [1, 2]
     for line in trained:
-        assert set(line["nodes"]) == good, federation.told()
-        assert (line["failed"], line["silent"]) == ([], []), federation.told()
-        assert set(line["refused"]) == set(evil), federation.told()
+        assert set(line["nodes"]) == good, federation.all_logs()
+        assert (line["failed"], line["silent"]) == ([], []), federation.all_logs()
+        assert set(line["refused"]) == set(evil), federation.all_logs()
         for node, reason in line["refused"].items():
             assert evil[node] in reason
     log = (federation.logs / "run").read_text(errors="replace")

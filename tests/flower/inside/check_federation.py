@@ -23,9 +23,9 @@ def three_kinds(federation: Federation, rounds: int) -> None:
     try:
         final = federation.run(project, rounds=rounds, batch_size=8, shuffle=False)
     except RuntimeError as error:
-        raise AssertionError(f"{error}\n{federation.told()}") from error
+        raise AssertionError(f"{error}\n{federation.all_logs()}") from error
     for server_round in range(1, rounds + 1):
-        assert len(federation.replies(server_round)) == 3, federation.told()
+        assert len(federation.replies(server_round)) == 3, federation.all_logs()
     assert apart(final, mean(federation.replies(rounds))) < 1e-6
     clients = {federation.number(log): (log[:-1], int(log[-1])) for log in LOGS}
     orders = [list(federation.replies_of(r)) for r in range(1, rounds + 1)]
@@ -53,21 +53,21 @@ def test_the_interface_is_the_one_that_was_read(federation: Federation) -> None:
     from onnxtrain.federation.serve import CALLS, FLEET
 
     with urllib.request.urlopen(f"{federation.address}/openapi.json") as answer:
-        told = json.load(answer)
-    paths = {p for p in told["paths"] if p.startswith(FLEET)}
+        api = json.load(answer)
+    paths = {p for p in api["paths"] if p.startswith(FLEET)}
     assert paths == {FLEET + call for call in CALLS}, (
-        f"Flower {told['info']['version']} has other calls"
+        f"Flower {api['info']['version']} has other calls"
     )
 
 
-def test_the_door_lets_only_nodes_through(federation: Federation) -> None:
+def test_the_proxy_forwards_client_calls_only(federation: Federation) -> None:
     folders = {"/": machines.PAGES}
-    door = federation.stack.enter_context(
-        machines.proxy(federation.address, folders, federation.logs / "door")
+    proxy = federation.stack.enter_context(
+        machines.proxy(federation.address, folders, federation.logs / "proxy")
     )
 
     def status(path: str, method: str = "POST") -> int:
-        request = urllib.request.Request(door + path, data=b"" if method == "POST" else None)
+        request = urllib.request.Request(proxy + path, data=b"" if method == "POST" else None)
         request.method = method
         try:
             with urllib.request.urlopen(request) as answer:
@@ -116,7 +116,7 @@ def test_a_tab_that_reloads_goes_on(
     final = federation.run(project, rounds=2, batch_size=8, shuffle=False)
     lines = (federation.logs / "tab2").read_text().splitlines()
     joined = [line for line in lines if line.startswith("joined as node")]
-    assert "reloaded" in lines, federation.told()
-    assert len(joined) == 2, federation.told()
+    assert "reloaded" in lines, federation.all_logs()
+    assert len(joined) == 2, federation.all_logs()
     assert joined[0] == joined[1]
     assert apart(final, mean(federation.replies(2))) < 1e-6

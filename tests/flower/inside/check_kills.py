@@ -62,7 +62,7 @@ def test_twenty_clients_are_killed_once(federation: Federation) -> None:
     finally:
         stop.set()
         killer.join()
-    assert sorted(clients.killed) == list(range(PYTHON + NODE)), federation.told()
+    assert sorted(clients.killed) == list(range(PYTHON + NODE)), federation.all_logs()
     lines = [line for line in federation.report(project) if line["kind"] == "train"]
     assert [line["round"] for line in lines] == list(range(1, ROUNDS + 1))
     assert all(line["refused"] == {} for line in lines)

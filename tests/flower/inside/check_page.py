@@ -1,4 +1,4 @@
-"""What docs/federated.md tells, done as it is told, in an empty folder."""
+"""The blocks of docs/federated.md, run one after the other in an empty folder."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def start(folder: Path) -> None:
 
 def check_result(folder: Path, nodes: int) -> None:
     lines = (folder / "study" / "rounds.jsonl").read_text().splitlines()
-    trained = [told for told in map(json.loads, lines) if told["kind"] == "train"]
-    assert [told["round"] for told in trained] == [1, 2, 3]
-    assert all(len(told["nodes"]) == nodes for told in trained)
+    trained = [entry for entry in map(json.loads, lines) if entry["kind"] == "train"]
+    assert [entry["round"] for entry in trained] == [1, 2, 3]
+    assert all(len(entry["nodes"]) == nodes for entry in trained)
     assert trained[-1]["metrics"]["loss"] < trained[0]["metrics"]["loss"]
     shell(block("sh", "onnxtrain export"))
     session = onnxruntime.InferenceSession("trained.onnx", providers=["CPUExecutionProvider"])
@@ -95,23 +95,23 @@ def test_the_simulation_of_the_page(folder: Path) -> None:
 def test_the_federation_of_the_page(folder: Path) -> None:
     start(folder)
     exec(block("python", "tab.json"), {})
-    link, door = machines.free_port(), machines.free_port()
+    link, proxy = machines.free_port(), machines.free_port()
 
     def here(text: str) -> str:
-        return text.replace(":8000", f":{link}").replace(":8080", f":{door}")
+        return text.replace(":8000", f":{link}").replace(":8080", f":{proxy}")
 
     (folder / "client.mjs").write_text(here(block("js", "fileNodeStore")))
     (folder / "site" / "index.html").write_text(block("html", "FlowerNode"))
     (folder / "home" / "config.toml").write_text(here(block("toml", "superlink.lab")))
     serve, supernode, node, run = here(block("sh", "flower-supernode")).strip().splitlines()
-    serve = f"{serve.partition('#')[0]} --port {door} --superlink-port {link}"
+    serve = f"{serve.partition('#')[0]} --port {proxy} --superlink-port {link}"
     supernode += f" --port {machines.free_port()}"
     with machines.process(["bash", "-c", f"exec {serve}"], folder / "serve.log") as served:
-        machines.wait_for_port(door, served)
+        machines.wait_for_port(proxy, served)
         with (
             machines.process(["bash", "-c", f"exec {supernode}"], folder / "python.log"),
             machines.process(["bash", "-c", f"exec {node}"], folder / "node.log"),
-            machines.tab(f"http://127.0.0.1:{door}", folder / "tab.log"),
+            machines.tab(f"http://127.0.0.1:{proxy}", folder / "tab.log"),
         ):
             shell(run)
             time.sleep(1)

@@ -44,7 +44,7 @@ def register(federation: Federation, public_key: Path) -> None:
 
 
 def test_registered_keys_over_tls(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients are let in by their keys, directly and through a door; a stranger is not."""
+    """Clients join by their keys, directly and through a proxy; a stranger is refused."""
     files, folder = write_certificates(federation.folder), federation.folder
     address = federation.stack.enter_context(guarded_superlink(files, federation.logs / "guarded"))
     machines.write_connection(federation.home, address, files.authority)
@@ -52,7 +52,9 @@ def test_registered_keys_over_tls(federation: Federation, monkeypatch: pytest.Mo
 
     with monkeypatch.context() as patch:
         patch.setenv("SSL_CERT_FILE", str(files.authority))
-        door = federation.stack.enter_context(machines.proxy(address, {}, federation.logs / "door"))
+        proxy = federation.stack.enter_context(
+            machines.proxy(address, {}, federation.logs / "proxy")
+        )
 
     def node(part: int, log: str, url: str = address, **own: str) -> subprocess.Popen[bytes]:
         data = federation.data / f"{part}.json"
@@ -74,43 +76,43 @@ def test_registered_keys_over_tls(federation: Federation, monkeypatch: pytest.Mo
         machines.supernode(address, federation.home, log, *options, data=data)
     )
     node(2, "node2", KEY=str(folder / "node2.key"))
-    node(3, "node3", door, KEY=str(folder / "node3.key"))
+    node(3, "node3", proxy, KEY=str(folder / "node3.key"))
     stranger = node(4, "stranger")
     final = federation.run(project, rounds=1, batch_size=8, shuffle=False)
 
     nodes = {federation.number(log) for log in ("python1", "node2", "node3")}
-    assert set(federation.replies_of(1)) == nodes, federation.told()
+    assert set(federation.replies_of(1)) == nodes, federation.all_logs()
     assert apart(final, mean(federation.replies(1))) < 1e-6
     end = time.monotonic() + 60
     while stranger.poll() is None and time.monotonic() < end:
         time.sleep(0.2)
     assert stranger.returncode not in (None, 0)
-    told = (federation.logs / "stranger").read_text()
-    assert "FlowerError" in told
-    assert "joined as node" not in told
+    log = (federation.logs / "stranger").read_text()
+    assert "FlowerError" in log
+    assert "joined as node" not in log
 
 
 @needs_browser
 @pytest.mark.full
-def test_all_kinds_of_client_through_a_door_with_a_certificate(federation: Federation) -> None:
-    """The SuperLink stays on loopback; who comes from elsewhere comes through the door."""
+def test_all_kinds_of_client_through_a_proxy_with_a_certificate(federation: Federation) -> None:
+    """The SuperLink stays on loopback; remote clients connect through the proxy."""
     files = write_certificates(federation.folder)
     folders = machines.page_folders(federation.artifacts, federation.data)
     options = ["--certificate", str(files.certificate), "--key", str(files.key)]
-    door = federation.stack.enter_context(
-        machines.proxy(federation.address, folders, federation.logs / "door", *options)
+    proxy = federation.stack.enter_context(
+        machines.proxy(federation.address, folders, federation.logs / "proxy", *options)
     )
-    assert door.startswith("https://")
+    assert proxy.startswith("https://")
     enter, logs = federation.stack.enter_context, federation.logs
     roots = ["--root-certificates", str(files.authority)]
     data = str(federation.data / "1.npz")
-    enter(machines.supernode(door, federation.home, logs / "python1", *roots, data=data))
+    enter(machines.supernode(proxy, federation.home, logs / "python1", *roots, data=data))
     trust = {"NODE_EXTRA_CA_CERTS": str(files.authority)}
     data2 = federation.data / "2.json"
-    enter(machines.node_client(door, federation.artifacts, data2, logs / "node2", **trust))
-    enter(machines.tab(f"{door}/?data=3.json&heartbeat=30", logs / "tab3"))
+    enter(machines.node_client(proxy, federation.artifacts, data2, logs / "node2", **trust))
+    enter(machines.tab(f"{proxy}/?data=3.json&heartbeat=30", logs / "tab3"))
     project = federation.project(3)
     final = federation.run(project, rounds=1, batch_size=8, shuffle=False)
     nodes = {federation.number(log) for log in ("python1", "node2", "tab3")}
-    assert set(federation.replies_of(1)) == nodes, federation.told()
+    assert set(federation.replies_of(1)) == nodes, federation.all_logs()
     assert apart(final, mean(federation.replies(1))) < 1e-6

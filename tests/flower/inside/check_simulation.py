@@ -102,13 +102,13 @@ def report(project: Path) -> list[dict]:
 @pytest.mark.full
 def test_the_project_runs_in_a_simulation(tmp_path: Path) -> None:
     project = simulate(tmp_path, clients=3, rounds=2)
-    told = report(project)
-    assert [(t["round"], t["kind"]) for t in told] == [
+    rounds = report(project)
+    assert [(t["round"], t["kind"]) for t in rounds] == [
         *((1, "train"), (1, "evaluate")),
         *((2, "train"), (2, "evaluate")),
     ]
-    assert all(sorted(t["nodes"].values()) == [32, 32, 32] for t in told)
-    assert told[3]["metrics"]["loss"] < told[1]["metrics"]["loss"]
+    assert all(sorted(t["nodes"].values()) == [32, 32, 32] for t in rounds)
+    assert rounds[3]["metrics"]["loss"] < rounds[1]["metrics"]["loss"]
     weights, _ = load_checkpoint(project / "global.safetensors")
     assert all(np.isfinite(a).all() for a in weights.values())
 

@@ -45,9 +45,9 @@ const inRun = (run) => writeNode(id).uint(2, run);
 // A message is given out before all of its objects have reached the SuperLink.
 async function pulled(body) {
   for (;;) {
-    const told = await link.call("pull-object", body);
-    if (!told.uint(1)) throw new Error("the SuperLink has no such object");
-    if (told.uint(2)) return told.bytes(3);
+    const answer = await link.call("pull-object", body);
+    if (!answer.uint(1)) throw new Error("the SuperLink has no such object");
+    if (answer.uint(2)) return answer.bytes(3);
     await sleep(200, signal);
   }
 }
@@ -71,9 +71,9 @@ async function answer(asked, tree) {
 }
 
 for (;;) {
-  const told = await link.call("pull-messages", writeNode(id).done());
-  const [message] = told.all(2);
-  const [tree] = told.all(3);
+  const answer = await link.call("pull-messages", writeNode(id).done());
+  const [message] = answer.all(2);
+  const [tree] = answer.all(3);
   if (message && tree) await answer(readMetadata(message), readTree(tree)).catch((error) => console.log(error.message));
   else await sleep(500, signal);
 }

@@ -84,9 +84,9 @@ def by_javascript(node: Any, device: str, data: Path, weights: Weights) -> Weigh
     asked = {"device": device, "data": str(data), "batchSize": BATCH, "weights": sent}
     node.stdin.write(json.dumps(asked) + "\n")
     node.stdin.flush()
-    told = json.loads(node.stdout.readline())
+    answer = json.loads(node.stdout.readline())
     return {
-        n: np.frombuffer(base64.b64decode(told[n]), "<f4").reshape(a.shape)
+        n: np.frombuffer(base64.b64decode(answer[n]), "<f4").reshape(a.shape)
         for n, a in weights.items()
     }
 

@@ -65,7 +65,7 @@ class Federation:
         self.artifacts, self.data = folder / "artifacts", folder / "data"
 
     def project(self, clients: int) -> Path:
-        """Write a project for so many clients."""
+        """Write a project for this number of clients."""
         where = self.folder / "project"
         write_project(where, self.artifacts, self.data / "1.npz", clients=clients)
         (where / "federated" / "server.py").write_text(RECORDING, encoding="utf-8")
@@ -73,8 +73,8 @@ class Federation:
 
     def python(self, part: int, log: str = "") -> Any:
         """Start a SuperNode."""
-        data, told = str(self.data / f"{part}.npz"), self.logs / (log or f"python{part}")
-        client = machines.supernode(self.address, self.home, told, data=data)
+        data, log_file = str(self.data / f"{part}.npz"), self.logs / (log or f"python{part}")
+        client = machines.supernode(self.address, self.home, log_file, data=data)
         return self.stack.enter_context(client)
 
     def script(self, file: Path, *arguments: str, log: str) -> Any:
@@ -91,12 +91,12 @@ class Federation:
         return self.stack.enter_context(client)
 
     def tab(self, part: int) -> str:
-        """Open a tab, through a door of its own; give the door's address."""
+        """Open a tab, behind its own proxy; return the address of the proxy."""
         folders = machines.page_folders(self.artifacts, self.data)
-        door = self.stack.enter_context(machines.proxy(self.address, folders, self.logs / "door"))
-        page = f"{door}/?data={part}.json&heartbeat=30"
+        proxy = self.stack.enter_context(machines.proxy(self.address, folders, self.logs / "proxy"))
+        page = f"{proxy}/?data={part}.json&heartbeat=30"
         self.stack.enter_context(machines.tab(page, self.logs / f"tab{part}"))
-        return door
+        return proxy
 
     def run(self, project: Path, **config: object) -> dict[str, np.ndarray]:
         """Run, and return the global weights."""
@@ -116,18 +116,18 @@ class Federation:
         path, end = self.logs / log, time.monotonic() + seconds
         while time.monotonic() < end:
             text = path.read_text(errors="replace") if path.exists() else ""
-            told = re.findall(r"(?:SuperNode ID: |joined as node )(\d+)", text)
-            if told:
-                return told[-1]
+            ids = re.findall(r"(?:SuperNode ID: |joined as node )(\d+)", text)
+            if ids:
+                return ids[-1]
             time.sleep(0.2)
-        raise AssertionError(self.told())
+        raise AssertionError(self.all_logs())
 
     def report(self, project: Path) -> list[dict[str, Any]]:
         """Return what the server wrote about its rounds."""
         lines = (project / "rounds.jsonl").read_text("utf-8").splitlines()
         return [json.loads(line) for line in lines]
 
-    def told(self) -> str:
+    def all_logs(self) -> str:
         """Return the ends of all logs."""
         logs = sorted(self.logs.iterdir())
         return "\n".join(f"== {p.name}\n{p.read_text(errors='replace')[-1500:]}" for p in logs)
