@@ -1,0 +1,1 @@
+"""Programs and tests of other projects, run on this one; none of their code is kept here."""
