@@ -11,7 +11,10 @@ import importlib.util
 import io
 import json
 import math
+import os
 import re
+import zipfile
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -19,7 +22,16 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from onnxtrain.errors import OnnxTrainError
-from onnxtrain.graph.io.limits import open_regular
+from onnxtrain.graph.io.limits import (
+    ARCHIVE_BYTES,
+    ARCHIVE_RATIO,
+    STACKED_BYTES,
+    TABLE_BYTES,
+    open_regular,
+    quote,
+    read_regular,
+    resolve_within,
+)
 from onnxtrain.manifest import TensorSpec
 
 Classes = dict[str, list[str]]
@@ -98,8 +110,7 @@ def _columns(path: Path) -> tuple[dict[str, list[Any]], list[int]]:
 
 def _text(path: Path) -> str:
     try:
-        with open_regular(path) as file:
-            return file.read().decode("utf-8-sig")
+        return read_regular(path, TABLE_BYTES).decode("utf-8-sig")
     except OSError as error:
         reason = error.strerror or str(error)
         raise OnnxTrainError(f"{path}: cannot be read: {reason}\n{HINT}") from error
@@ -127,7 +138,7 @@ def _read_table(text: str, path: Path, delimiter: str) -> tuple[dict[str, list[A
         raise OnnxTrainError(
             f"{path}: the first line has numbers\nhint: it must have the column names"
         )
-    duplicates = sorted({name for name in names if names.count(name) > 1})
+    duplicates = sorted(name for name, count in Counter(names).items() if count > 1)
     if duplicates:
         raise OnnxTrainError(f"{path}: duplicate column {duplicates[0]!r}")
     for row, line in zip(rows, lines[1:], strict=True):
@@ -140,7 +151,8 @@ def _read_lines(text: str, path: Path) -> tuple[dict[str, list[Any]], list[int]]
     """Return the values of a JSONL file by key, and the line of each row."""
     columns: dict[str, list[Any]] = {}
     lines: list[int] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    # Not splitlines(), which also splits at U+2028 and U+0085: JSON texts may contain them.
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -200,7 +212,7 @@ def arrays_of(
 def _columns_of_input(name: str, columns: Columns) -> list[str]:
     if name in columns:
         return [name]
-    pattern = re.compile(re.escape(name) + r"(?:[._-]?(\d+)|\[(\d+)\])")
+    pattern = re.compile(re.escape(name) + r"(?:[._-]?([0-9]{1,9})|\[([0-9]{1,9})\])")
     numbered = [(m, n) for n in columns if (m := pattern.fullmatch(n))]
     return [n for _, n in sorted(numbered, key=lambda item: int(item[0][1] or item[0][2]))]
 
@@ -237,33 +249,61 @@ def _labels(
 def _numeric_array(
     values: list[Any], name: str, spec: TensorSpec, lines: Sequence[int], path: Path
 ) -> np.ndarray:
-    kind = np.int64 if "int" in spec.dtype else np.float64
     try:
-        array = np.array(values)
-        if kind is np.float64 or array.dtype.kind in "biuU":  # floats may have fractions
-            return array.astype(kind)
+        return _to_numbers(values, spec)
     except (ValueError, TypeError, OverflowError):
-        pass
+        pass  # find the line
     for value, line in zip(values, lines, strict=True):
         try:
-            np.array(value, np.float64)
-        except (ValueError, TypeError) as error:
-            problem = "empty cell" if value in ("", None) else f"{value!r} is not a number"
+            _to_numbers(value, spec)
+        except _RangeError as error:
+            raise OnnxTrainError(
+                f"{path}: line {line}, column {name!r} {error}, but {spec.name!r} is {spec.dtype}"
+            ) from error
+        except (ValueError, TypeError, OverflowError) as error:
+            problem = "empty cell" if value in ("", None) else f"{quote(value)} is not a number"
             raise OnnxTrainError(
                 f"{path}: line {line}, column {name!r}: {problem}\n"
                 f"hint: {spec.name!r} is {spec.dtype}; only class labels can be texts"
             ) from error
-    try:
-        array = np.array([np.array(v, np.float64) for v in values])
-    except ValueError as error:
-        raise OnnxTrainError(
-            f"{path}: column {name!r} has rows of different shapes\nhint: pad them to one length"
-        ) from error
-    if kind is np.int64 and not np.array_equal(array, np.round(array)):
-        raise OnnxTrainError(
-            f"{path}: column {name!r} has fractions, but {spec.name!r} is {spec.dtype}"
-        )
-    return array.astype(kind)
+    raise OnnxTrainError(
+        f"{path}: column {name!r} has rows of different shapes\nhint: pad them to one length"
+    )
+
+
+class _RangeError(ValueError):
+    """A number does not fit the integers of a tensor."""
+
+
+_EXACT = 2.0**53  # float64 represents every integer below
+
+
+def _to_numbers(value: Any, spec: TensorSpec) -> np.ndarray:
+    """Return cells, which may be texts, as float64, or as int64 for a tensor of integers."""
+    # A type is given: numpy would give every text of a column the length of the longest.
+    array = np.array(value, np.float64)
+    if np.isnan(array).any() and any(v is None for v in np.array(value, object).flat):
+        raise TypeError("null")
+    if "int" not in spec.dtype:
+        return array
+    if not np.isfinite(array).all():
+        raise _RangeError("has infinity or NaN")
+    if (array != np.round(array)).any():
+        raise _RangeError("has fractions")
+    limits = np.iinfo(spec.dtype)
+    fits = (np.abs(array) < 2.0**63).all()
+    integers = array.astype(np.int64) if fits else np.empty(0, np.int64)
+    if not (np.abs(array) < _EXACT).all():
+        try:
+            integers = np.array(value, object).astype(np.int64)
+            fits = True
+        except OverflowError:
+            fits = False
+        except ValueError:  # a text such as 1e17, which is exact in float64
+            pass
+    if not fits or (integers < limits.min).any() or (integers > limits.max).any():
+        raise _RangeError(f"has integers outside [{limits.min}, {limits.max}]")
+    return integers
 
 
 def _stack_columns(
@@ -291,7 +331,7 @@ def _format_columns(names: Sequence[str]) -> str:
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP")
-_MAX_BYTES = 4 << 30
+_MAX_DIGITS = 18  # of labels that are sorted by number
 _PATHS, _LABELS = ("image", "path", "file"), ("label", "class")
 _HINT = "hint: use a folder per class, such as images/cat/1.jpg, images/dog/1.jpg"
 
@@ -323,14 +363,16 @@ def read_image_folder(
             + ", ".join(f"{s.name} {s.dtype}" for s in specs)
         )
     (image,), (label,) = inputs, targets
-    folders = {p.name: p for p in sorted(folder.iterdir()) if p.is_dir()}
+    folders = {p.name: p for p in _list_folder(folder, folder) if p.is_dir()}
     classes = known.get(label.name) or list(folders)
-    unknown = [name for name in folders if name not in classes]
+    indices = {name: i for i, name in enumerate(classes)}
+    unknown = [name for name in folders if name not in indices]
     if unknown:
         raise OnnxTrainError(
-            f"{folder}: unknown class {unknown[0]!r}\nhint: expected one of {', '.join(classes)}"
+            f"{folder}: unknown class {unknown[0]!r}\n"
+            f"hint: expected one of {_format_columns(classes)}"
         )
-    files = [(p, classes.index(n)) for n, sub in folders.items() for p in _image_files(sub)]
+    files = [(p, indices[n]) for n, sub in folders.items() for p in _image_files(sub, folder)]
     if not files:
         raise OnnxTrainError(f"{folder}: no images ({', '.join(IMAGE_SUFFIXES)})\n{_HINT}")
     images = _read_images([p for p, _ in files], image_layout(image), image, folder)
@@ -363,18 +405,21 @@ def read_image_table(
         )
     texts = [str(t) for t in texts]
     classes = known.get(label.name) or sorted_labels(texts)
-    for text, line in zip(texts, lines, strict=True):
-        if text not in classes:
+    labels = _labels(texts, classes, lines, path)
+    files = []
+    for value, line in zip(columns[name], lines, strict=True):
+        file = path.parent / str(value)
+        try:
+            open_regular(file, within=path.parent).close()
+        except OSError as error:
+            missing = isinstance(error, FileNotFoundError)
+            reason = "does not exist" if missing else f"cannot be read: {error.strerror}"
             raise OnnxTrainError(
-                f"{path}: line {line}: unknown class {text!r}\n"
-                f"hint: expected one of {', '.join(classes)}"
-            )
-    files = [path.parent / str(value) for value in columns[name]]
-    for file, line in zip(files, lines, strict=True):
-        if not file.is_file():
-            raise OnnxTrainError(f"{path}: line {line}: image {str(file)!r} does not exist")
-    images = _read_images(files, image_layout(image), image, path)
-    labels = np.array([classes.index(t) for t in texts], np.int64)
+                f"{path}: line {line}: image {quote(str(value))} {reason}\n"
+                "hint: paths are relative to the folder of the table, and stay in it"
+            ) from error
+        files.append(file)
+    images = _read_images(files, image_layout(image), image, path.parent)
     return {image.name: images, label.name: labels}, {**known, label.name: list(classes)}
 
 
@@ -384,11 +429,29 @@ def sorted_labels(labels: Iterable[str]) -> list[str]:
     >>> sorted_labels(["10", "9", "b", "9"])
     ['9', '10', 'b']
     """
-    return sorted(set(labels), key=lambda c: (not c.isdigit(), int(c) if c.isdigit() else 0, c))
+
+    def order(label: str) -> tuple[bool, int, str]:
+        # isdigit() also holds for texts such as "²", which are not integers.
+        number = label.isdecimal() and len(label) <= _MAX_DIGITS
+        return not number, int(label) if number else 0, label
+
+    return sorted(set(labels), key=order)
 
 
-def _image_files(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
+def _image_files(folder: Path, root: Path) -> list[Path]:
+    return [
+        p for p in _list_folder(folder, root) if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file()
+    ]
+
+
+def _list_folder(folder: Path, root: Path) -> list[Path]:
+    """Return the content of a folder, which a link must not lead out of ``root``."""
+    try:
+        if folder != root:
+            resolve_within(folder, root)
+        return sorted(folder.iterdir())
+    except OSError as error:
+        raise OnnxTrainError(f"{folder}: cannot be read: {error.strerror}") from error
 
 
 def image_layout(spec: TensorSpec) -> ImageLayout:
@@ -424,30 +487,36 @@ def _read_images(
 ) -> np.ndarray:
     if importlib.util.find_spec("PIL") is None:
         raise OnnxTrainError('images require Pillow\nhint: pip install "onnxtrain[images]"')
-    first = _read_image(paths[0], layout)
-    if first.size * 4 * len(paths) > _MAX_BYTES:
-        raise OnnxTrainError(
-            f"{folder}: {len(paths)} images do not fit into 4 GiB\n"
-            "hint: train from Python, where fit takes an iterable of batches, such as a DataLoader"
-        )
-    images = [first, *(_read_image(path, layout) for path in paths[1:])]
-    for path, image in zip(paths, images, strict=True):
-        if image.shape != first.shape:
+    images: list[np.ndarray] = []
+    for path in paths:
+        image = _read_image(path, layout, folder)
+        if images and image.shape != images[0].shape:
             raise OnnxTrainError(
-                f"{path} has shape {image.shape}, {paths[0]} has {first.shape}\n"
+                f"{path} has shape {image.shape}, {paths[0]} has {images[0].shape}\n"
                 "hint: the model fixes no image size, so all images must have the same"
             )
+        if image.size * 4 * len(paths) > STACKED_BYTES:
+            raise OnnxTrainError(
+                f"{folder}: {len(paths)} images do not fit into 4 GiB\n"
+                "hint: train from Python, where fit takes an iterable of batches, such as a "
+                "DataLoader"
+            )
+        images.append(image)
     stacked = np.stack(images)
     if "int" not in spec.dtype:
         stacked = stacked.astype(np.float32) / np.float32(255)
     return stacked
 
 
-def _read_image(path: Path, layout: ImageLayout) -> np.ndarray:
+def _read_image(path: Path, layout: ImageLayout, folder: Path) -> np.ndarray:
+    """Return an image of a folder, which a link must not lead out of."""
     from PIL import Image
 
     try:
-        with Image.open(path, formats=_FORMATS) as file:
+        with (
+            open_regular(path, within=folder) as data,
+            Image.open(data, formats=_FORMATS) as file,
+        ):
             image: Any = file.convert(layout.mode)
             if layout.size is not None and image.size != layout.size:
                 image = image.resize(layout.size, Image.Resampling.BILINEAR)
@@ -492,7 +561,10 @@ def _arrays(raw: BinaryIO, path: Path) -> dict[str, np.ndarray]:
         )
     try:
         with np.load(raw, allow_pickle=False) as file:
+            _check_unpacked_size(file.zip, os.fstat(raw.fileno()).st_size, path)
             arrays = {name: file[name] for name in file.files}
+    except OnnxTrainError:
+        raise
     except Exception as error:  # damaged zip files raise anything
         reason = str(error) or type(error).__name__
         raise OnnxTrainError(f"{path}: not an .npz file of arrays: {reason}\n{HINT}") from error
@@ -500,3 +572,12 @@ def _arrays(raw: BinaryIO, path: Path) -> dict[str, np.ndarray]:
     if others:
         raise OnnxTrainError(f"{path}: {others[0]!r} is not an array\n{HINT}")
     return arrays
+
+
+def _check_unpacked_size(archive: zipfile.ZipFile, size: int, path: Path) -> None:
+    unpacked = sum(entry.file_size for entry in archive.infolist())
+    if unpacked > max(ARCHIVE_BYTES, ARCHIVE_RATIO * size):
+        raise OnnxTrainError(
+            f"{path}: {unpacked:,} bytes once unpacked, {unpacked // size} times its size\n"
+            "hint: if you trust the file: save it with numpy.savez, without compression"
+        )

@@ -1,8 +1,10 @@
-"""Limits of `load`, the problems it reports, and safe opening of files.
+"""Limits of what onnxtrain reads, the problems that `load` reports, and safe opening of files.
 
+:class:`Limits` and the constants below it are all size limits of files that users pass.
 :class:`Problems` collects what is wrong with a model, so that one error lists all problems of a
-kind. :func:`open_regular` opens every file that onnxtrain reads: it rejects pipes and devices
-before a read can block.
+kind. :func:`open_regular` and :func:`read_regular` open every file that onnxtrain reads: they
+reject pipes and devices before a read can block, links that lead out of a folder, and files over a
+limit before their bytes are in memory.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import os
 import stat
 from dataclasses import dataclass
 from io import BufferedReader
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from onnxtrain.errors import LoadError
 
@@ -48,6 +50,29 @@ class Limits:
     rank: int = 32
     elements: int = 1 << 40
     name_length: int = 4096
+
+
+MIB = 1 << 20
+
+JSON_BYTES = 128 * MIB
+"""Largest JSON file: manifests, configurations, tokenizers.
+
+The largest tokenizers have 40 MB. Python objects take about 10 times the size of their JSON text.
+"""
+
+TABLE_BYTES = 2048 * MIB
+"""Largest table of text (CSV, TSV, JSON lines). A cell takes about 60 bytes once it is parsed."""
+
+STACKED_BYTES = 4096 * MIB
+"""Largest array of images that are read from single files; larger sets train as batches."""
+
+ARCHIVE_BYTES = 1024 * MIB
+ARCHIVE_RATIO = 100
+"""Largest archive (.npz) once unpacked: 1 GiB, or 100 times its size.
+
+DEFLATE packs up to 1,032 zeros into a byte, so 6 MB become 6.4 GB. Training data packs about 10 to
+1; labels and masks pack better, and are small.
+"""
 
 
 class ProblemKind(NamedTuple):
@@ -106,15 +131,33 @@ class NotRegularError(OSError):
     """The path is a pipe, a device or a socket, which may block or never end."""
 
 
-def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
+class OutsideError(OSError):
+    """The path leads out of the folder that it must stay in, by ``..`` or a link."""
+
+
+class TooLargeError(OSError):
+    """The file is over a size limit."""
+
+
+def open_regular(
+    path: str | os.PathLike[str], *, within: str | os.PathLike[str] | None = None
+) -> BufferedReader:
     """Open a regular file for reading; follow links to files.
 
+    Args:
+        path: the file.
+        within: the folder that the file must be in once links and ``..`` are resolved.
+
     Raises:
-        OSError: the path cannot be opened, or is a directory, a pipe, a device or a socket;
-            ``strerror`` says which.
+        OSError: the path cannot be opened, leads out of the folder, or is a directory, a pipe, a
+            device or a socket; ``strerror`` says which.
     """
     try:
-        descriptor = os.open(path, OPEN_NONBLOCKING)
+        flags = OPEN_NONBLOCKING
+        if within is not None:
+            path = resolve_within(path, within)
+            flags |= getattr(os, "O_NOFOLLOW", 0)  # it is resolved; a link is newer than the check
+        descriptor = os.open(path, flags)
     except ValueError as error:  # a NUL in the path
         raise OSError(errno.EINVAL, f"not a file name: {error}") from error
     try:
@@ -125,6 +168,18 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
         raise
 
 
+def resolve_within(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> str:
+    """Return the path with its links resolved; raise `OutsideError` if it leaves the folder."""
+    try:
+        real, root = os.path.realpath(os.fsdecode(path)), os.path.realpath(os.fsdecode(folder))
+    except ValueError as error:
+        raise OSError(errno.EINVAL, f"not a file name: {error}") from error
+    if not real.startswith(os.path.join(root, "")):
+        message = f"it leads out of the folder {os.fsdecode(folder)!r}"
+        raise OutsideError(errno.EINVAL, message, os.fsdecode(path))
+    return real
+
+
 def _check_kind(mode: int, path: str) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "this is a directory", path)
@@ -133,7 +188,30 @@ def _check_kind(mode: int, path: str) -> None:
         raise NotRegularError(errno.EINVAL, message, path)
 
 
-def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """Return the content of a regular file; raise the errors of :func:`open_regular`."""
-    with open_regular(path) as file:
-        return file.read()
+def read_regular(
+    path: str | os.PathLike[str],
+    max_bytes: int = PROTOBUF_BYTES,
+    *,
+    within: str | os.PathLike[str] | None = None,
+) -> bytes:
+    """Return the content of a regular file; raise the errors of :func:`open_regular`.
+
+    Args:
+        path: the file.
+        max_bytes: the size above which the file is not read.
+        within: the folder that the file must be in once links and ``..`` are resolved.
+
+    Raises:
+        OSError: as :func:`open_regular`, or the file is over the limit.
+    """
+    with open_regular(path, within=within) as file:
+        return read_limited(file, max_bytes, path)
+
+
+def read_limited(file: BinaryIO, max_bytes: int, path: str | os.PathLike[str]) -> bytes:
+    """Return the content of an open file, or raise `TooLargeError`."""
+    size = os.fstat(file.fileno()).st_size
+    if size > max_bytes:
+        message = f"the file has {size:,} bytes, the limit is {max_bytes:,}"
+        raise TooLargeError(errno.EFBIG, message, os.fsdecode(path))
+    return file.read(size)  # not more, should the file grow
