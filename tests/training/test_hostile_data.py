@@ -110,9 +110,7 @@ def test_compressed_arrays_of_a_usual_size_are_read(tmp_path: Path) -> None:
     assert read_data(tmp_path / "a.npz", [X]).arrays["x"].shape == (1 << 20, 3)
 
 
-def test_tables_over_the_limit_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_over_the_limit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onnxtrain.training.data_files.TABLE_BYTES", 10)
     path = written(tmp_path / "a.csv", "a,b,c,labels", "1,2,3,0")
     with pytest.raises(OnnxTrainError, match="the file has 21 bytes, the limit is 10"):
@@ -151,7 +149,7 @@ def test_image_tables_stay_in_their_folder(images: Path, target: str) -> None:
     (images / "link.png").symlink_to(images.parent / "outside" / "0.png")
     os.mkfifo(images / "pipe.png")
     path = written(images / "a.csv", "image,label", "a/0.png,a", f"{target},b")
-    with pytest.raises(OnnxTrainError, match="line 3: image .* cannot be read"):
+    with pytest.raises(OnnxTrainError, match=r"line 3: image .* cannot be read"):
         read_images(path, IMAGE)
     path = written(images / "a.csv", "image,label", f"{images}/a/0.png,a", "b/../b/0.png,b")
     assert len(read_images(path, IMAGE).arrays["image"]) == 2
