@@ -29,6 +29,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -369,6 +370,23 @@ class AdapterSpec:
                 *ones,
             )
         return (target.inputs, rank), (rank, target.outputs)
+
+
+_MAX_RANK = 1 << 20  # far above every layer's size
+
+
+def hyperparameter_problem(rank: Any, alpha: Any, dropout: Any) -> str | None:
+    """Return what is wrong with the settings of an adapter, or ``None``."""
+    largest = float(np.finfo(np.float32).max)  # the scaling is a float32 constant
+    if not isinstance(rank, int) or isinstance(rank, bool):
+        return f"rank must be an integer, got {rank!r:.80}"
+    if not 1 <= rank <= _MAX_RANK:
+        return f"rank must be at least 1 and at most {_MAX_RANK}, got {rank!r:.80}"
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha <= largest:
+        return f"alpha must be positive and finite in float32, got {alpha!r:.80}"
+    if not isinstance(dropout, int | float) or isinstance(dropout, bool) or not 0 <= dropout < 1:
+        return f"dropout must be in [0, 1), got {dropout!r:.80}"
+    return None
 
 
 def check_ranks(specs: Sequence[AdapterSpec]) -> None:

@@ -8,7 +8,6 @@ nodes.
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnxtrain.graph.io.limits import read_json
 from onnxtrain.graph.nodes import is_op
 from onnxtrain.importer.parameters import is_generated_name
 
@@ -127,8 +127,8 @@ def is_packed_by_heads(module: str, family: str | None) -> bool:
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        content = read_json(path)
+    except (OSError, ValueError):
         return {}
     return content if isinstance(content, Mapping) else {}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from onnxtrain.adapters.branches import (
     AdapterSpec,
     attach_adapters,
     check_ranks,
+    hyperparameter_problem,
     initial_values,
 )
 from onnxtrain.adapters.families import is_packed_by_heads, model_type
@@ -296,12 +296,9 @@ def prepare_model(model: Source) -> ir.Model:
 
 
 def _check(rank: int, alpha: float, dropout: float) -> None:
-    if rank < 1:
-        raise PrepareError(f"rank must be at least 1, got {rank}")
-    if not alpha > 0 or not math.isfinite(alpha):
-        raise PrepareError(f"alpha must be positive, got {alpha}")
-    if not 0.0 <= dropout < 1.0:
-        raise PrepareError(f"dropout must be in [0, 1), got {dropout}")
+    problem = hyperparameter_problem(rank, alpha, dropout)
+    if problem is not None:
+        raise PrepareError(problem)
 
 
 def training_notes(graph: ir.Graph) -> tuple[str, ...]:
@@ -343,6 +340,8 @@ def load_adapter(
     specs, values = [], dict[str, np.ndarray]()
     for module, parts in peft.tensors.items():
         target = _find_target(candidates, module, peft.label)
+        if any(spec.target is target for spec in specs):
+            raise CheckpointError(f"{peft.label}: two adapters for {target.module!r}")
         rank = int(parts["lora_A"].shape[0])
         spec = AdapterSpec(target, rank, peft.alpha(module), peft.rslora, peft.dora)
         specs.append(spec)
@@ -400,5 +399,12 @@ def _values_by_graph_name(
     if spec.magnitude is not None:
         if "magnitude" not in parts:
             raise CheckpointError(f"{label}: magnitudes of {spec.target.module!r} are missing")
-        arrays[spec.magnitude] = parts["magnitude"].reshape(-1)
+        magnitude = parts["magnitude"].reshape(-1)
+        outputs = lora_b.shape[0] if spec.target.kind == CONV else lora_b.shape[1]
+        if magnitude.size != outputs:
+            raise CheckpointError(
+                f"{label}: {spec.target.module!r} has {magnitude.size} magnitudes, "
+                f"expected {outputs}"
+            )
+        arrays[spec.magnitude] = magnitude
     return {n: np.ascontiguousarray(a) for n, a in arrays.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.adapters.branches import Adapter
+from onnxtrain.adapters.branches import Adapter, hyperparameter_problem
 from onnxtrain.adapters.families import FAN_IN_FAN_OUT, transformers_name
 from onnxtrain.adapters.layers import (
     CONV,
@@ -28,6 +29,7 @@ from onnxtrain.adapters.layers import (
 )
 from onnxtrain.checkpoint.safetensors_file import load_checkpoint, safetensors_bytes
 from onnxtrain.errors import CheckpointError, PrepareError
+from onnxtrain.graph.io.limits import quote, read_json
 from onnxtrain.graph.io.writer import bytes_writer, write_files
 from onnxtrain.graph.nodes import is_op
 
@@ -148,6 +150,7 @@ _SUFFIXES = {
     "magnitude": (".lora_magnitude_vector", ".lora_magnitude_vector.weight"),
 }
 _MODULE_PARAMETERS = ("weight", "bias")
+_DEFAULT = 8  # of r and lora_alpha, in PEFT
 _UNSUPPORTED_FIELDS = ("bias", "layer_replication", "megatron_config", "trainable_tokens")
 
 
@@ -255,7 +258,7 @@ class PeftAdapter:
         self.label = repr(os.fsdecode(directory))
         folder = Path(directory)
         self.config = _read_config(folder / CONFIG, self.label)
-        if not (folder / TENSORS).is_file():
+        if not os.path.lexists(folder / TENSORS):
             raise CheckpointError(
                 f"{self.label}: {TENSORS} is missing\n"
                 "hint: save_pretrained(..., safe_serialization=True); pickles are not supported"
@@ -266,7 +269,9 @@ class PeftAdapter:
         for key, array in load_checkpoint(folder / TENSORS)[0].items():
             module, part = self._split_key(key)
             group = self.saved if part in _MODULE_PARAMETERS else self.tensors
-            group[module][part] = np.asarray(array, np.float32)
+            if part in group[module]:
+                raise CheckpointError(f"{self.label}: two tensors {part} of {module!r}")
+            group[module][part] = self._check_values(key, array)
         incomplete = [
             m for m, parts in self.tensors.items() if not {"lora_A", "lora_B"} <= set(parts)
         ]
@@ -275,6 +280,20 @@ class PeftAdapter:
             raise CheckpointError(f"{self.label}: lora_A or lora_B is missing for {listing}")
         if not self.tensors:
             raise CheckpointError(f"{self.label}: {TENSORS} has no adapters")
+        for module, parts in self.tensors.items():
+            if min(parts["lora_A"].ndim, parts["lora_B"].ndim) < 2 or not len(parts["lora_A"]):
+                shapes = [list(parts[n].shape) for n in ("lora_A", "lora_B")]
+                raise CheckpointError(f"{self.label}: the factors of {module!r} have {shapes=}")
+
+    def _check_values(self, key: str, array: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            values = np.asarray(array, np.float32)
+        if not np.isfinite(values).all():
+            raise CheckpointError(
+                f"{self.label}: {quote(key)} has values that are infinite or NaN\n"
+                "hint: the training that wrote it diverged; take an earlier checkpoint"
+            )
+        return values
 
     def _split_key(self, key: str) -> tuple[str, str]:
         """Return the module of a tensor, and ``lora_A``, ``magnitude``, ``weight`` or similar."""
@@ -308,7 +327,7 @@ class PeftAdapter:
     @property
     def rank(self) -> int:
         """The default rank; ``rank_pattern`` may override it."""
-        return int(self.config.get("r", 8))
+        return int(self.config.get("r", _DEFAULT))
 
     @property
     def dropout(self) -> float:
@@ -317,30 +336,57 @@ class PeftAdapter:
 
     def alpha(self, module: str | None = None) -> float:
         """Return alpha of a module, or the default."""
-        alpha = self.config.get("lora_alpha", 8)
+        alpha = self.config.get("lora_alpha", _DEFAULT)
         for pattern, own in (self.config.get("alpha_pattern") or {}).items():
             if module is not None and (module == pattern or module.endswith("." + pattern)):
-                alpha = own
+                return float(own)  # PEFT takes the first, too
         return float(alpha)
 
 
 def _read_config(path: Path, label: str) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
     except OSError as error:
         raise CheckpointError(
             f"{label}: {CONFIG} cannot be read: {error.strerror}\n"
             "hint: pass the directory that PEFT's save_pretrained wrote"
         ) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{label}: {CONFIG} is damaged: {error}") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
-        raise CheckpointError(f"{label}: unsupported peft_type {kind} (expected LORA)")
+        name = kind if isinstance(kind, str) and kind.isidentifier() else quote(kind)
+        raise CheckpointError(f"{label}: unsupported peft_type {name} (expected LORA)")
     for name in _UNSUPPORTED_FIELDS:
         if config.get(name) not in (None, "none", [], {}):
-            raise CheckpointError(f"{label}: {name}={config[name]!r} is not supported")
+            raise CheckpointError(f"{label}: {name}={quote(config[name])} is not supported")
+    problem = _config_problem(config)
+    if problem is not None:
+        raise CheckpointError(f"{label}: {CONFIG}: {problem}")
     return config
+
+
+def _config_problem(config: Mapping[str, Any]) -> str | None:
+    """Return which field that is read has a wrong value, or ``None``."""
+    for name in ("use_rslora", "use_dora"):
+        if not isinstance(config.get(name) or False, bool):
+            return f"{name} must be true or false, got {quote(config[name])}"
+    saved = config.get("modules_to_save") or []
+    if not isinstance(saved, list) or not all(isinstance(m, str) for m in saved):
+        return f"modules_to_save must be a list of names, got {quote(saved)}"
+    patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        return f"alpha_pattern must map modules to numbers, got {quote(patterns)}"
+    # PEFT reads keys as regular expressions; those of an untrusted file may take forever.
+    expressions = [p for p in patterns if not re.fullmatch(r"[\w.-]*", p)]
+    if expressions:
+        return f"alpha_pattern has the regular expression {quote(expressions[0])}; name the modules"
+    for alpha in (config.get("lora_alpha", _DEFAULT), *patterns.values()):
+        rank, dropout = config.get("r", _DEFAULT), config.get("lora_dropout") or 0.0
+        problem = hyperparameter_problem(rank, alpha, dropout)
+        if problem is not None:
+            return problem
+    return None
 
 
 class HasParameters(Protocol):

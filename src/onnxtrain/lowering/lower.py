@@ -8,7 +8,6 @@ exception is Shape with ``start`` and ``end``, which becomes a Slice of Shape.
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections import Counter
@@ -25,6 +24,7 @@ from onnxtrain.expand.shape import shape
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder, replace_value
 from onnxtrain.graph.io import Source, load
+from onnxtrain.graph.io.limits import JSON_BYTES, read_json, read_regular
 from onnxtrain.graph.io.writer import ONNX_ERRORS, PRODUCER, transform_proto
 from onnxtrain.graph.nodes import is_standard
 from onnxtrain.graph.shapes import dims as D
@@ -202,12 +202,11 @@ def find_profile(name: str) -> Profile | None:
         return None
     path = Path(name)
     if path.suffix in (".json", ".config") and path.is_file():
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".config":
-            return read_config(text, path.name)
         try:
-            return profiles.parse(json.loads(text))
-        except (json.JSONDecodeError, TypeError, KeyError) as error:
+            if path.suffix == ".config":
+                return read_config(read_regular(path, JSON_BYTES).decode(), path.name)
+            return profiles.parse(read_json(path))
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise ProfileError(f"{name}: not a profile: {S.first_line(error)}") from error
     return profiles.find(name)
 

@@ -10,11 +10,12 @@ limit before their bytes are in memory.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from dataclasses import dataclass
 from io import BufferedReader
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from onnxtrain.errors import LoadError
 
@@ -178,6 +179,23 @@ def resolve_within(path: str | os.PathLike[str], folder: str | os.PathLike[str])
         message = f"it leads out of the folder {os.fsdecode(folder)!r}"
         raise OutsideError(errno.EINVAL, message, os.fsdecode(path))
     return real
+
+
+def read_json(path: str | os.PathLike[str], *, within: str | os.PathLike[str] | None = None) -> Any:
+    """Return the content of a JSON file of up to `JSON_BYTES`.
+
+    Args:
+        path: the file.
+        within: as for :func:`open_regular`.
+
+    Raises:
+        OSError: as :func:`read_regular`.
+        ValueError: it is not JSON in UTF-8, or nested too deeply to parse.
+    """
+    try:
+        return json.loads(read_regular(path, JSON_BYTES, within=within).decode("utf-8-sig"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def _check_kind(mode: int, path: str) -> None:

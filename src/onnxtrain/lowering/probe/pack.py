@@ -22,6 +22,7 @@ import onnx
 
 from onnxtrain.errors import MissingExtraError, ProbeError
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.io.limits import read_json
 from onnxtrain.lowering.probe import sources
 from onnxtrain.lowering.probe.case import Case, case_at, versions
 from onnxtrain.lowering.probe.sources import extra_cases, onnx_cases
@@ -114,7 +115,7 @@ def read_pack(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = read_json(path)
     except (OSError, ValueError) as error:
         raise ProbeError(
             f"{folder}: not a pack: {S.first_line(error)}\nhint: onnxtrain probe pack {folder}"

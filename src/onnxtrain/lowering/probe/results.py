@@ -15,6 +15,7 @@ import onnx
 from onnxtrain import profiles
 from onnxtrain.errors import ProbeError
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.io.limits import read_json
 from onnxtrain.lowering.opset_converters import default_of
 from onnxtrain.lowering.probe.pack import FORMAT
 from onnxtrain.lowering.profile import Profile
@@ -238,7 +239,7 @@ def read_results(path: Path) -> dict[str, Any]:
         ProbeError: if the file is not a results file.
     """
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
+        results = read_json(path)
     except (OSError, ValueError) as error:
         raise ProbeError(
             f"{path}: not a results file: {S.first_line(error)}\n"
