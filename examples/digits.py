@@ -40,7 +40,7 @@ def main(epochs: int = 20) -> float:
     trainer = onnxtrain.Trainer(OUT / "artifacts")
     trainer.fit(
         (x, y),
-        epochs,
+        epochs=epochs,
         batch_size=64,
         drop_last=True,
         validation=(x_test, y_test),

@@ -33,7 +33,7 @@ DECLARED: dict[type, Declared] = {
     ),
     FitOptions: (
         onnxtrain.Trainer.fit,
-        {"self", "data"},
+        {"self", "data", "y"},
         "train",
         {"directory", "data", "seed", "quiet", "device", "threads"},
     ),

@@ -84,7 +84,7 @@ def test_the_new_head_learns() -> None:
         metrics=["accuracy"],
     )
     trainer = onnxtrain.Trainer(artifacts)
-    trainer.fit(data(400, classes=5), 15, progress=False)
+    trainer.fit(data(400, classes=5), epochs=15, progress=False)
     assert trainer.evaluate(data(200, classes=5, seed=1)).metrics["accuracy"] > 0.75
 
 

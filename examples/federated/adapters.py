@@ -52,7 +52,7 @@ def pretrained(data: dict[str, np.ndarray], path: Path) -> Path:
     """Pretrain the model on upright digits, write it to a file and return the path."""
     artifacts = onnxtrain.build(wide_net(), loss="cross_entropy", optimizer="sgd:lr=0.1")
     trainer = onnxtrain.Trainer(artifacts)
-    trainer.fit(data, 10, batch_size=32, progress=False)
+    trainer.fit(data, epochs=10, batch_size=32, progress=False)
     trainer.export(path)
     return path
 

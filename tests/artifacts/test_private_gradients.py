@@ -127,7 +127,7 @@ def test_a_run_learns_and_resumes(tmp_path) -> None:
     assert artifacts.manifest.options["dp"] == {"clip": 1.0, "noise": 0.3}
     x, y = batch(64)
     trainer = onnxtrain.Trainer(artifacts, seed=5)
-    history = trainer.fit((x, y), 12, batch_size=16, progress=False)
+    history = trainer.fit((x, y), epochs=12, batch_size=16, progress=False)
     assert history.epochs[-1]["loss"] < history.epochs[0]["loss"]
     trainer.save(tmp_path / "checkpoint")
     again = onnxtrain.Trainer(artifacts)

@@ -270,14 +270,14 @@ def test_packing_keeps_all_tokens_and_restarts_positions() -> None:
 def test_epoch_order_is_reproducible() -> None:
     rows = [example(i, i + 1) for i in range(10)]
     batches = TokenBatches(rows, ["input_ids", "labels"], batch_size=4, seed=7)
-    epochs = [[b.named["input_ids"].tolist() for b in batches(e)] for e in (0, 1, 0)]
+    epochs = [[b.arrays["input_ids"].tolist() for b in batches(e)] for e in (0, 1, 0)]
     assert [len(b) for b in epochs[0]] == [4, 4, 2]
     assert len(batches(0)) == 3
     assert epochs[0] == epochs[2] != epochs[1]
     first, second = (sorted(row for batch in epoch for row in batch) for epoch in epochs[:2])
     assert first == second
     in_order = TokenBatches(rows, ["input_ids"], batch_size=10, seed=None)
-    assert next(iter(in_order(3))).named["input_ids"][:, 0].tolist() == list(range(10))
+    assert next(iter(in_order(3))).arrays["input_ids"][:, 0].tolist() == list(range(10))
     assert next(iter(in_order(0))).size == 10  # each row has one token to learn
     with pytest.raises(ShapeError, match="batch_size"):
         TokenBatches(rows, ["input_ids"], batch_size=0)

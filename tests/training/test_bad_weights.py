@@ -34,7 +34,9 @@ def test_no_checkpoint_contains_nonfinite_weights(
 ) -> None:
     options = {"batch_size": 16, "keep": 1, "checkpoint_every": every, "progress": False}
     with pytest.raises(NonFiniteError, match=r"fc1\.bias"):
-        Trainer(made()).fit(data(64), 3, directory=tmp_path, callbacks=[Overflow(step)], **options)
+        Trainer(made()).fit(
+            data(64), epochs=3, directory=tmp_path, callbacks=[Overflow(step)], **options
+        )
     paths = sorted((tmp_path / "checkpoints").glob("*.safetensors"))
     assert len(paths) == 2  # the last one and the best
     for path in paths:

@@ -39,6 +39,21 @@ def test_numbered_columns_are_sorted_by_number(tmp_path: Path, names: str) -> No
     np.testing.assert_array_equal(read_data(path, [X, LABELS]).arrays["x"], [[1, 2, 10]])
 
 
+def test_label_is_labels_and_labels_is_not_an_input(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv", "label,a,b,c", "1,2,3,4")
+    arrays = read_data(str(path), [X, LABELS]).arrays
+    np.testing.assert_array_equal(arrays["labels"], [1])
+    np.testing.assert_array_equal(arrays["x"], [[2, 3, 4]])
+
+
+def test_npz_files_follow_the_same_rules(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.ones((2, 3)), label=["cat", "ant"], id=[7, 8])
+    data = read_data(tmp_path / "a.npz", [X, LABELS])
+    assert sorted(data.arrays) == ["labels", "x"]
+    assert data.arrays["labels"].tolist() == [1, 0]
+    assert data.classes == {"labels": ["ant", "cat"]}
+
+
 def test_shapes_of_inputs(tmp_path: Path) -> None:
     path = written(tmp_path / "a.tsv", "a\tb\tc\td\ttarget", "1\t2\t3\t4\t5")
     square = TensorSpec("x", "float32", ("batch", 2, "width"), "input")
@@ -90,7 +105,8 @@ REFUSED = {
         (["a,b,c,labels", "1,2,3,0", "", "1,,3,0"], "line 4, column 'b': empty cell"),
         (["a,b,c,labels", "1,2,zwei,0"], "line 2, column 'c': 'zwei' is not a number"),
         (["a,b,labels", "1,2,0"], "2 columns do not fit 'x', which is float32[batch, 3]"),
-        (["a,b,c,label", "1,2,3,0"], "no column 'x'"),
+        (["a,b,c,kind", "1,2,3,0"], "no column 'x'"),
+        (["a,b,c,labels", "1,2,3,cat", "1,2,3,"], "line 3, column 'labels': empty cell"),
         (["a,a,c,labels", "1,2,3,0"], "duplicate column 'a'"),
         (["a,b,c,labels", "1,2,3,0.5"], "column 'labels' has fractions"),
         (["a,b,c,labels", "1,2,3,0", "1,2,3,?"], "line 3, column 'labels': '?' is not a number"),

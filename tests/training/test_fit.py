@@ -17,6 +17,7 @@ from onnxtrain import losses, optim
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.artifacts.build import build
 from onnxtrain.errors import NonFiniteError, OnnxTrainError, PrepareError, ShapeError
+from onnxtrain.manifest import TensorSpec
 from onnxtrain.optim import schedules
 from onnxtrain.training import Callback, EarlyStopping, Run, StepResult, Trainer
 from onnxtrain.training.data import as_source, shuffled
@@ -67,8 +68,9 @@ def test_all_kinds_of_data_give_the_same_run(artifacts: Artifacts) -> None:
         loader,
         lambda epoch: iter(batches),
         (torch.from_numpy(x), torch.from_numpy(labels)),
+        tensors,
     ):
-        history = quiet(Trainer(artifacts), given, 2, batch_size=8, shuffle=False)
+        history = quiet(Trainer(artifacts), given, epochs=2, batch_size=8, shuffle=False)
         assert len(history.steps) == 10
         runs.append(history.losses)
     assert all(losses_ == runs[0] for losses_ in runs)
@@ -82,52 +84,60 @@ def test_a_loader_with_a_generator_is_seeded(artifacts: Artifacts) -> None:
         generator = torch.Generator()
         generator.seed()
         loader = torch.utils.data.DataLoader(tensors, 8, shuffle=True, generator=generator)
-        return quiet(Trainer(artifacts, seed=2), loader, 2).losses
+        return quiet(Trainer(artifacts, seed=2), loader, epochs=2).losses
 
     assert run() == run()
 
 
 def test_short_batches_are_kept_or_dropped() -> None:
-    x = np.arange(10)
-    sizes = [b.size for b in as_source((x,), batch_size=4).batches(0)]
+    x, specs = np.arange(10), [TensorSpec("x", "int64", ("batch",), "input")]
+    sizes = [b.size for b in as_source((x,), specs, batch_size=4).batches(0)]
     assert sizes == [4, 4, 2]
-    source = as_source({"x": x}, batch_size=4, drop_last=True)
+    source = as_source({"x": x}, specs, batch_size=4, drop_last=True)
     assert len(source) == 2
-    assert [b.named["x"].tolist() for b in source.batches(0, 1)] == [[4, 5, 6, 7]]
-    assert len(as_source(x, batch_size=4)) == 3
+    assert [b.arrays["x"].tolist() for b in source.batches(0, 1)] == [[4, 5, 6, 7]]
+    assert len(as_source(x, specs, batch_size=4)) == 3
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((np.zeros(3), np.zeros(4)), "arrays have different lengths: 0: 3, 1: 4"),
+        ((np.zeros(3), np.zeros(4)), "arrays have different lengths: x: 3, y: 4"),
         ({"x": np.zeros(3), "y": np.zeros(4)}, "arrays have different lengths: x: 3, y: 4"),
-        ((np.zeros(3), np.float32(1)), "an array of the data is a scalar"),
-        ((np.zeros(0),), "0 samples are fewer than one batch of 4"),
+        ((np.zeros(3), np.float32(1)), "'y' is a scalar\nhint: axis 0 must be the samples"),
+        ((np.zeros(0), np.zeros(0)), "0 samples are fewer than one batch of 4"),
+        (np.zeros(3), r"missing from the data: y\nhint: pass \(x, y\), or a dict"),
+        ((1, 2, 3), "got 3 tensors, the model takes x, y"),
+        ({"train": {"x": 1}, "test": {"x": 2}}, r"has splits: 'train', .*\n.*fit\(data\['train'\]"),
+        (
+            torch.utils.data.StackDataset(torch.zeros(3)),
+            "single rows, not batches\nhint: .*DataLoad",
+        ),
         (7, "data of type int is not supported"),
     ],
 )
 def test_unsupported_data(given: object, message: str) -> None:
+    specs = [TensorSpec(n, "float32", ("batch",), "input") for n in "xy"]
     with pytest.raises(ShapeError, match=message):
-        as_source(given, batch_size=4)
+        as_source(given, specs, batch_size=4)
 
 
 @pytest.mark.parametrize("given", [[], iter([])])
 def test_data_without_a_batch(artifacts: Artifacts, given: object) -> None:
     with pytest.raises(ShapeError, match="the data has no batch to train on"):
-        quiet(Trainer(artifacts), given, 1)
+        quiet(Trainer(artifacts), given, epochs=1)
 
 
 def test_an_iterator_has_one_epoch(artifacts: Artifacts) -> None:
     batches = [data(8, seed=i) for i in range(3)]
-    assert len(quiet(Trainer(artifacts), iter(batches), 1).steps) == 3
+    assert len(quiet(Trainer(artifacts), iter(batches), epochs=1).steps) == 3
     with pytest.raises(ShapeError, match="can only be read in one epoch"):
-        quiet(Trainer(artifacts), iter(batches), 2)
+        quiet(Trainer(artifacts), iter(batches), epochs=2)
 
 
 def test_a_fixed_batch_size_drops_the_last_batch() -> None:
     trainer = Trainer(made(dims={"batch": 16}))
-    history = quiet(trainer, data(40), 1, validation=data(35))
+    history = quiet(trainer, data(40), epochs=1, validation=data(35))
     assert len(history.steps) == 2
     assert trainer.evaluate(data(35)).samples == 32
 
@@ -137,7 +147,7 @@ def test_a_fixed_batch_size_drops_the_last_batch() -> None:
 
 def test_learning(artifacts: Artifacts) -> None:
     trainer = Trainer(artifacts)
-    history = quiet(trainer, data(512), 6, validation=data(200, seed=1))
+    history = quiet(trainer, data(512), epochs=6, validation=data(200, seed=1))
     assert history.stopped == ""
     assert [r["epoch"] for r in history.epochs] == [1, 2, 3, 4, 5, 6]
     assert history.epochs[-1]["val_accuracy"] > 0.9 > history.epochs[0]["val_accuracy"]
@@ -167,7 +177,7 @@ def test_perplexity_is_averaged_by_its_logarithm() -> None:
 
 def test_schedules(artifacts: Artifacts) -> None:
     trainer = Trainer(artifacts)
-    history = quiet(trainer, data(40), 2, batch_size=10, schedule="cosine", warmup=2)
+    history = quiet(trainer, data(40), epochs=2, batch_size=10, schedule="cosine", warmup=2)
     expected = schedules.resolve_schedule("cosine", total=8, warmup=2)
     assert [r["lr"] for r in history.steps] == [expected.lr(0.01, s) for s in range(1, 9)]
     assert trainer.lr == 0.01
@@ -177,14 +187,14 @@ def test_schedules(artifacts: Artifacts) -> None:
 
 def test_reduce_on_plateau(artifacts: Artifacts) -> None:
     schedule = schedules.ReduceOnPlateau(patience=0, threshold=10.0)
-    history = quiet(Trainer(artifacts), data(16), 4, batch_size=16, schedule=schedule)
+    history = quiet(Trainer(artifacts), data(16), epochs=4, batch_size=16, schedule=schedule)
     rates = [r["lr"] for r in history.steps]
     assert rates == pytest.approx([0.01, 0.01, 0.001, 0.0001])
 
 
 def test_accumulated_steps_end_with_the_epoch() -> None:
     trainer = Trainer(made(accumulate=3))
-    history = quiet(trainer, data(32), 2, batch_size=8, schedule="linear")
+    history = quiet(trainer, data(32), epochs=2, batch_size=8, schedule="linear")
     assert trainer.global_step == 4
     assert [r["step"] for r in history.steps] == [1, 1, 1, 2, 3, 3, 3, 4]
     rates = [r["lr"] for r in history.steps]
@@ -192,15 +202,17 @@ def test_accumulated_steps_end_with_the_epoch() -> None:
 
 
 def test_early_stopping(artifacts: Artifacts) -> None:
-    history = quiet(Trainer(artifacts), data(16), 10, callbacks=[EarlyStopping(2, min_delta=9.0)])
+    history = quiet(
+        Trainer(artifacts), data(16), epochs=10, callbacks=[EarlyStopping(2, min_delta=9.0)]
+    )
     assert history.stopped == "no improvement over epoch 1 for 2 epochs"
     assert len(history.epochs) == 3
-    history = quiet(Trainer(artifacts), data(16), 3, patience=1, monitor="accuracy")
+    history = quiet(Trainer(artifacts), data(16), epochs=3, patience=1, monitor="accuracy")
     assert history.best is not None
     with pytest.raises(
         OnnxTrainError, match=r"unknown monitor: 'val_f1' \(expected one of 'lr', 'loss'"
     ):
-        quiet(Trainer(artifacts), data(16), 3, monitor="val_f1")
+        quiet(Trainer(artifacts), data(16), epochs=3, monitor="val_f1")
 
 
 def test_callbacks(artifacts: Artifacts) -> None:
@@ -221,7 +233,9 @@ def test_callbacks(artifacts: Artifacts) -> None:
     def epoch(run: Run, record: dict) -> None:
         seen.append(f"epoch {record['epoch']} of {run.options.epochs}")
 
-    history = quiet(Trainer(artifacts), data(16), 9, batch_size=8, callbacks=[Watch(), epoch])
+    history = quiet(
+        Trainer(artifacts), data(16), epochs=9, batch_size=8, callbacks=[Watch(), epoch]
+    )
     assert history.stopped == "seen enough"
     assert seen == ["start", "step 1", "step 2", "epoch 1 of 9", "step 3", "end"]
     with pytest.raises(OnnxTrainError, match="not a callback: 7"):
@@ -235,7 +249,7 @@ def test_records(artifacts: Artifacts, tmp_path: Path) -> None:
     history = quiet(
         Trainer(artifacts),
         data(20),
-        2,
+        epochs=2,
         batch_size=8,
         validation=data(9, seed=1),
         directory=tmp_path / "run",
@@ -307,7 +321,7 @@ def test_checkpoint_rotation(artifacts: Artifacts, tmp_path: Path) -> None:
     quiet(
         Trainer(artifacts),
         data(80),
-        1,
+        epochs=1,
         batch_size=8,
         directory=tmp_path,
         checkpoint_every=2,
@@ -318,11 +332,11 @@ def test_checkpoint_rotation(artifacts: Artifacts, tmp_path: Path) -> None:
 
 
 def test_a_directory_contains_one_run(artifacts: Artifacts, tmp_path: Path) -> None:
-    quiet(Trainer(artifacts), data(8), 1, directory=tmp_path)
+    quiet(Trainer(artifacts), data(8), epochs=1, directory=tmp_path)
     with pytest.raises(OnnxTrainError, match="already contains a run: step-000000001"):
-        quiet(Trainer(artifacts), data(8), 1, directory=tmp_path)
+        quiet(Trainer(artifacts), data(8), epochs=1, directory=tmp_path)
     with pytest.raises(OnnxTrainError, match="require directory="):
-        quiet(Trainer(artifacts), data(8), 1, resume=True)
+        quiet(Trainer(artifacts), data(8), epochs=1, resume=True)
 
 
 # -- trouble ----------------------------------------------------------------------------
@@ -392,12 +406,19 @@ def test_interrupt_saves_and_stops(tmp_path: Path, accumulate: int) -> None:
 
     before = signal.getsignal(signal.SIGINT)
     history = quiet(
-        Trainer(artifacts), data(96), 3, batch_size=8, directory=tmp_path, callbacks=[Press()]
+        Trainer(artifacts),
+        data(96),
+        epochs=3,
+        batch_size=8,
+        directory=tmp_path,
+        callbacks=[Press()],
     )
     assert signal.getsignal(signal.SIGINT) is before
     assert history.stopped == "interrupted"
-    whole = quiet(Trainer(artifacts), data(96), 3, batch_size=8)
-    rest = quiet(Trainer(artifacts), data(96), 3, batch_size=8, directory=tmp_path, resume=True)
+    whole = quiet(Trainer(artifacts), data(96), epochs=3, batch_size=8)
+    rest = quiet(
+        Trainer(artifacts), data(96), epochs=3, batch_size=8, directory=tmp_path, resume=True
+    )
     assert rest.losses == whole.losses
     assert rest.epochs == whole.epochs
 

@@ -26,7 +26,8 @@ def refuse(number: int) -> Any:
 
 def fit(folder: Path, epochs: int = 3, **options: Any) -> Trainer:
     trainer = Trainer(made())
-    trainer.fit(data(64), epochs, progress=False, directory=folder, tensorboard=False, **options)
+    options |= {"progress": False, "tensorboard": False}
+    trainer.fit(data(64), epochs=epochs, directory=folder, **options)
     return trainer
 
 
@@ -70,7 +71,7 @@ def test_full_disk_when_the_run_ends(tmp_path: Path) -> None:
             run.records._table = open("/dev/full", "a")  # noqa: SIM115
 
     with pytest.raises(SaveError, match=r"metrics\.csv: cannot be written\n.*No space left"):
-        fit(tmp_path, 1, callbacks=[Fill()])
+        fit(tmp_path, epochs=1, callbacks=[Fill()])
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])

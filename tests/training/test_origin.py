@@ -54,7 +54,7 @@ def test_another_origin_is_an_error(other: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         another.load(path)
     with pytest.raises(CheckpointError, match=message):
-        another.fit(data(16), 2, directory=tmp_path, resume=True, progress=False)
+        another.fit(data(16), epochs=2, directory=tmp_path, resume=True, progress=False)
     same(before, another.state_dict())
     assert another.global_step == 0
     assert len(another.load(path, strict=False)["differences"]) == 1

@@ -38,7 +38,7 @@ def test_bar_and_lines() -> None:
 
 
 def test_lines_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    Trainer(made()).fit(data(16), 2, progress="plain")
+    Trainer(made()).fit(data(16), epochs=2, progress="plain")
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert lines[0].startswith("epoch 1/2  step 1  loss ")

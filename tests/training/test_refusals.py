@@ -24,7 +24,7 @@ from .made import LOSS, made, same
         ((1,), {"labels": 2, "weight": 3}, "unknown input: 'weight'"),
         ((np.zeros((2, 5)), [0, 1]), {}, r"'x' is float32\[batch, 6\], got shape \[2, 5\]"),
         ((np.zeros((2, 6)), [0, 1, 2]), {}, "batch is 3 here and 2 in 'x'"),
-        ((np.zeros((2, 6)), [0.5, 1]), {}, "'labels' is int64, got float64 with values that do"),
+        ((np.zeros((2, 6)), [0.5, 1]), {}, "'labels' is int64, got 0.5 in row 0 of the batch"),
         ((np.zeros((2, 6)), ["a", "b"]), {}, "'labels' is int64, got <U1"),
         ((np.full((2, 6), 1e300), [0, 1]), {}, "float64 with values that are too large"),
         ((np.full((2, 6), (1 << 25) + 1), [0, 1]), {}, "int64 with values that do not fit"),

@@ -144,12 +144,12 @@ def test_resume_from_every_step(folder: Path, tmp_path: Path, step: int, layout:
         }
 
     whole = Trainer(folder, seed=2)
-    expected = quiet(whole, pairs, 4, **options())
+    expected = quiet(whole, pairs, epochs=4, **options())
     first = options()
     first["callbacks"].append(StopAt(step))
-    quiet(Trainer(folder, seed=2, layout=layout), pairs, 4, directory=tmp_path, **first)
+    quiet(Trainer(folder, seed=2, layout=layout), pairs, epochs=4, directory=tmp_path, **first)
     second = Trainer(folder)
-    actual = quiet(second, pairs, 4, directory=tmp_path, resume=True, **options())
+    actual = quiet(second, pairs, epochs=4, directory=tmp_path, resume=True, **options())
     assert second.seed == 2
     assert (actual.losses, actual.epochs, actual.best) == (
         expected.losses,
@@ -163,17 +163,21 @@ def test_resume_from_every_step(folder: Path, tmp_path: Path, step: int, layout:
 
 def test_more_epochs_later(tmp_path: Path) -> None:
     artifacts = made()
-    whole = quiet(Trainer(artifacts), data(24), 3, batch_size=8)
-    quiet(Trainer(artifacts), data(24), 1, batch_size=8, directory=tmp_path)
-    more = quiet(Trainer(artifacts), data(24), 3, batch_size=8, directory=tmp_path, resume=True)
+    whole = quiet(Trainer(artifacts), data(24), epochs=3, batch_size=8)
+    quiet(Trainer(artifacts), data(24), epochs=1, batch_size=8, directory=tmp_path)
+    more = quiet(
+        Trainer(artifacts), data(24), epochs=3, batch_size=8, directory=tmp_path, resume=True
+    )
     assert more.losses == whole.losses
-    none = quiet(Trainer(artifacts), data(24), 3, batch_size=8, directory=tmp_path, resume=True)
+    none = quiet(
+        Trainer(artifacts), data(24), epochs=3, batch_size=8, directory=tmp_path, resume=True
+    )
     assert none.losses == whole.losses
 
 
 def test_resume_from_a_damaged_checkpoint(tmp_path: Path) -> None:
     artifacts = made()
-    quiet(Trainer(artifacts), data(24), 2, batch_size=8, directory=tmp_path)
+    quiet(Trainer(artifacts), data(24), epochs=2, batch_size=8, directory=tmp_path)
     last = tmp_path / "checkpoints" / "step-000000006.safetensors"
     content = last.read_bytes()
     older = (tmp_path / "checkpoints" / "step-000000003.safetensors").read_bytes()
@@ -182,13 +186,15 @@ def test_resume_from_a_damaged_checkpoint(tmp_path: Path) -> None:
         trainer = Trainer(artifacts)
         before = trainer.state_dict()
         with pytest.raises(CheckpointError, match="step-000000006"):
-            quiet(trainer, data(24), 4, batch_size=8, directory=tmp_path, resume=True)
+            quiet(trainer, data(24), epochs=4, batch_size=8, directory=tmp_path, resume=True)
         after = trainer.state_dict()
         assert all(np.array_equal(before[n], after[n]) for n in before)
     last.unlink()
     assert (tmp_path / "checkpoints" / "step-000000003.safetensors").read_bytes() == older
-    whole = quiet(Trainer(artifacts), data(24), 4, batch_size=8)
-    rest = quiet(Trainer(artifacts), data(24), 4, batch_size=8, directory=tmp_path, resume=True)
+    whole = quiet(Trainer(artifacts), data(24), epochs=4, batch_size=8)
+    rest = quiet(
+        Trainer(artifacts), data(24), epochs=4, batch_size=8, directory=tmp_path, resume=True
+    )
     assert rest.losses == whole.losses
 
 
@@ -199,4 +205,4 @@ def test_a_checkpoint_without_a_run(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     trainer.save(tmp_path / "checkpoints" / "step-000000001.safetensors")
     with pytest.raises(CheckpointError, match="not a checkpoint of a run: 'run'"):
-        quiet(Trainer(artifacts), data(24), 4, directory=tmp_path, resume=True)
+        quiet(Trainer(artifacts), data(24), epochs=4, directory=tmp_path, resume=True)

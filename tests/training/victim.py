@@ -23,7 +23,7 @@ def train(artifacts: str, folder: str, *, every: int = 2) -> None:
     trainer = Trainer(artifacts, seed=11, threads=1)
     trainer.fit(
         samples(),
-        EPOCHS,
+        epochs=EPOCHS,
         batch_size=BATCH,
         validation=samples(),
         schedule="cosine",

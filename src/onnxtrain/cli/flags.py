@@ -5,19 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 from typer import Option
 
 from onnxtrain.errors import PrepareError
 from onnxtrain.options import Flag, flags
-from onnxtrain.training import Trainer
-from onnxtrain.training.data_files import read_data
 
 Model = Annotated[Path, typer.Argument(help="Path of the .onnx file.")]
 Wrt = Annotated[
@@ -39,7 +35,6 @@ Checkpoint = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="Device: cpu or cuda.")]
 Threads = Annotated[int | None, typer.Option(help="Number of CPU threads. Default: all cores.")]
-_CLASSES = "classes:"
 
 
 def read_size(text: str) -> tuple[str, int]:
@@ -48,23 +43,6 @@ def read_size(text: str) -> tuple[str, int]:
     if not equals or not value.isdecimal():
         raise PrepareError(f"invalid size {text!r} (expected NAME=NUMBER)\nhint: --dim batch=32")
     return name, int(value)
-
-
-def read_trainer_data(trainer: Trainer, path: Path) -> dict[str, np.ndarray]:
-    """Read data for a trainer from a file or folder.
-
-    The trainer saves class names with its checkpoints, so that training, validation and later
-    evaluations use the same class indices.
-    """
-    classes = {
-        name.removeprefix(_CLASSES): json.loads(str(names))
-        for name, names in trainer.properties.items()
-        if name.startswith(_CLASSES)
-    }
-    data = read_data(path, trainer.batch_specs, classes)
-    for name, names in data.classes.items():
-        trainer.properties[_CLASSES + name] = json.dumps(names)
-    return data.arrays
 
 
 OptionValues = dict[str, Any]

@@ -23,7 +23,6 @@ from onnxtrain.cli.flags import (
     Threads,
     flags_from,
     read_size,
-    read_trainer_data,
 )
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.examples import digits_data, digits_model
@@ -33,7 +32,7 @@ from onnxtrain.federation.serve import superlink
 from onnxtrain.finetuning.arguments import FineTuneOptions
 from onnxtrain.finetuning.finetune import FineTuneRun
 from onnxtrain.graph.io.writer import as_save_error, write_text
-from onnxtrain.training import Trainer, find_lr
+from onnxtrain.training import Trainer, find_lr, read_data
 from onnxtrain.training.fit import BEST, CHECKPOINTS, CheckpointRotation, FitOptions
 from onnxtrain.training.profiler import random_batch
 
@@ -59,11 +58,7 @@ def train(
                 f"{option_values['directory']}: no checkpoint to resume from\n"
                 "hint: remove --resume, or pass the run's directory: --out DIRECTORY"
             )
-        trainer.properties = trainer.read(last).progress.properties
-    arrays = read_trainer_data(trainer, data)
-    if "validation" in option_values:
-        option_values["validation"] = read_trainer_data(trainer, option_values["validation"])
-    history = trainer.fit(arrays, **option_values)
+    history = trainer.fit(data, **option_values)
     trainer.save(directory / trainer.manifest.checkpoint)
     reason = f" ({history.stopped})" if history.stopped else ""
     typer.echo(f"{directory}: trained to step {trainer.global_step}{reason}")
@@ -84,7 +79,7 @@ def evaluate(
     trainer = Trainer(directory, device=device, threads=threads)
     if checkpoint is not None:
         trainer.load(checkpoint)
-    evaluation = trainer.evaluate(read_trainer_data(trainer, data), batch_size=batch_size)
+    evaluation = trainer.evaluate(data, batch_size=batch_size)
     if as_json:
         typer.echo(json.dumps({**evaluation.to_dict(), "samples": evaluation.samples}))
         return
@@ -122,7 +117,8 @@ def profile(
         batch = random_batch(trainer.batch_specs, sizes, batch_size)
     else:
         rows = batch_size or trainer.fixed_batch or 32
-        batch = {n: a[:rows] for n, a in read_trainer_data(trainer, data).items()}
+        arrays = read_data(data, trainer.batch_specs, trainer.classes).arrays
+        batch = {n: a[:rows] for n, a in arrays.items()}
     report = trainer.profile(batch, steps=steps, trace=trace)
     if as_json:
         typer.echo(json.dumps(report.to_dict()))
@@ -186,7 +182,7 @@ def lr_find(
     trainer = Trainer(directory, device=device, threads=threads)
     curve = find_lr(
         trainer,
-        read_trainer_data(trainer, data),
+        data,
         batch_size=batch_size,
         lowest=lowest,
         highest=highest,

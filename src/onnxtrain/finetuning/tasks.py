@@ -555,7 +555,7 @@ class ImageBatches(TokenBatches):
         self.tokens += len(rows)
         image = next(n for n in self.names if n != LABELS)
         arrays = {image: self.images[rows], LABELS: self.labels[rows]}
-        return Batch((), arrays, rows, len(rows))
+        return Batch(arrays, rows, len(rows))
 
 
 class VisionTask(Task):

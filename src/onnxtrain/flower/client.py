@@ -118,7 +118,7 @@ class LocalRound:
         first = trainer.global_step
         history = trainer.fit(
             data,
-            int(settings.epochs or 1),
+            epochs=int(settings.epochs or 1),
             batch_size=settings.batch_size,
             shuffle=settings.shuffle,
             progress=False,
@@ -175,7 +175,7 @@ class LocalRound:
     def _examples(self, data: Any, settings: Settings) -> int:
         """Return the number of samples per epoch."""
         size = settings.batch_size or self.trainer.fixed_batch or 32
-        source = as_source(data, batch_size=size, columns=self.trainer.inputs)
+        source = as_source(data, self.trainer.batch_specs, batch_size=size)
         samples = getattr(source, "samples", None)
         return int(samples) if samples else sum(b.size for b in source.batches(0))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -103,18 +104,16 @@ class Feeder:
 def _match_input(
     spec: TensorSpec, array: np.ndarray, sizes: dict[str, tuple[int, str]]
 ) -> np.ndarray:
-    want = numpy_dtype(spec.dtype)
-    if array.dtype != want:
-        array = _convert(spec, array, want)
+    if spec.role == "target":
+        array = match_target(spec, array)
     expected = f"{spec.name!r} is {spec.dtype}[{', '.join(map(str, spec.shape))}]"
-    if spec.role == "target" and spec.shape[-1:] == (1,) and array.ndim == len(spec.shape) - 1:
-        array = array[..., np.newaxis]  # data sets often omit the axis of size 1
     if array.ndim != len(spec.shape):
-        raise ShapeError(f"{expected}, got shape {list(array.shape)}")
+        raise ShapeError(f"{expected}, got shape {list(array.shape)}{_shape_hint(spec, array)}")
+    array = _convert(spec, array)
     for axis, (have, dim) in enumerate(zip(array.shape, spec.shape, strict=True)):
         if isinstance(dim, int):
             if have != dim:
-                hint = "" if axis else _FIXED.format(size=dim)
+                hint = _shape_hint(spec, array) if axis else _FIXED.format(size=dim)
                 raise ShapeError(f"{expected}, got shape {list(array.shape)}{hint}")
         elif dim.isidentifier():
             known = sizes.setdefault(dim, (have, spec.name))
@@ -125,11 +124,90 @@ def _match_input(
     return np.ascontiguousarray(array).reshape(array.shape)
 
 
-def _convert(spec: TensorSpec, array: np.ndarray, want: np.dtype[Any]) -> np.ndarray:
-    """Return the array in another type; floats may be rounded, nothing else may change."""
+def _shape_hint(spec: TensorSpec, array: np.ndarray) -> str:
+    """Return the call that gives an array the shape of an input, if there is one."""
+    sizes = spec.shape[1:]
+    if spec.shape and has_shape(array, sizes):
+        return f"\nhint: this is one row; a batch of one is {spec.name}[np.newaxis]"
+    fixed = [d for d in sizes if isinstance(d, int)]
+    if len(fixed) == len(sizes) and array.ndim and math.prod(fixed) == math.prod(array.shape[1:]):
+        return f"\nhint: {spec.name}.reshape({', '.join(map(str, (-1, *fixed)))})"
+    if spec.role == "target" and "int" in spec.dtype and array.ndim == len(spec.shape) + 1:
+        return (
+            "\nhint: the target is a class index per row; for probabilities, build with "
+            "loss=CrossEntropy(probabilities=True)"
+        )
+    return ""
+
+
+def has_shape(array: np.ndarray, sizes: Sequence[int | str]) -> bool:
+    """Return whether an array has these sizes; symbolic ones are any number."""
+    return array.ndim == len(sizes) and all(
+        isinstance(d, str) or d == n for d, n in zip(sizes, array.shape, strict=True)
+    )
+
+
+def match_target(spec: TensorSpec, array: np.ndarray, where: str = " of the batch") -> np.ndarray:
+    """Return a target in the form that the loss reads.
+
+    Data sets omit a last axis of size 1 that the model has, or have one that the model omits. Rows
+    of one-hot labels become class indices.
+
+    Args:
+        spec: of the target.
+        array: its values.
+        where: what rows are counted in, for messages.
+
+    Raises:
+        ShapeError: if class indices are NaN or have fractions, with the row.
+    """
+    rank = len(spec.shape)
+    if spec.shape[-1:] == (1,) and array.ndim == rank - 1:
+        return array[..., np.newaxis]
+    if array.ndim == rank + 1 and array.shape[-1] == 1:
+        array = array[..., 0]
+    elif array.ndim == rank + 1 and "int" in spec.dtype and _is_one_hot(array):
+        return array.argmax(-1)
+    if "int" in spec.dtype and _is_float(array.dtype) and array.ndim == rank:
+        _check_integers(spec, array, where)
+    return array
+
+
+def _is_one_hot(array: np.ndarray) -> bool:
+    if not (_is_float(array.dtype) or array.dtype.kind in "iub"):
+        return False
+    return bool(((array == 0) | (array == 1)).all() and (array.sum(-1) == 1).all())
+
+
+def _check_integers(spec: TensorSpec, array: np.ndarray, where: str) -> None:
+    """Raise an error for the first value that is not an integer."""
+    values = array.astype(np.float64)
+    bad = ~np.isfinite(values) | (values != np.round(values))
+    if not bad.any():
+        return
+    index = tuple(int(i) for i in np.argwhere(bad)[0])
+    row = f" in row {index[0]}{where}" if index else ""
+    many = f" (and {int(bad.sum()) - 1} more)" if bad.sum() > 1 else ""
+    value = values[index]
+    text = "NaN" if np.isnan(value) else repr(float(value))
+    hint = (
+        "drop these rows, or give them a label that the loss ignores"
+        if np.isnan(value)
+        else "class labels are integers"
+    )
+    raise ShapeError(f"{spec.name!r} is {spec.dtype}, got {text}{row}{many}\nhint: {hint}")
+
+
+def _convert(spec: TensorSpec, array: np.ndarray) -> np.ndarray:
+    """Return the array in the input's type; floats may be rounded, nothing else may change."""
+    want = numpy_dtype(spec.dtype)
+    if array.dtype == want:
+        return array
     mismatch = f"{spec.name!r} is {spec.dtype}, got {array.dtype}"
     if not (_is_float(array.dtype) or array.dtype.kind in "iub"):
-        raise ShapeError(mismatch)
+        texts = array.dtype.kind in "UT" and spec.role == "target"
+        hint = "\nhint: fit and evaluate accept class names; a step takes class indices"
+        raise ShapeError(mismatch + (hint if texts else ""))
     with np.errstate(over="ignore", invalid="ignore"):
         converted = array.astype(want)
     if _is_float(want) and _is_float(array.dtype):

@@ -604,7 +604,7 @@ class TokenBatches:
         rows = [self.rows[i] for i in picked]
         self.tokens += sum(len(e) for e in rows)
         arrays = collate(rows, self.names, pad=self._pad, multiple=self._multiple)
-        return Batch((), arrays, np.asarray(picked), max(1, sum(e.learned for e in rows)))
+        return Batch(arrays, np.asarray(picked), max(1, sum(e.learned for e in rows)))
 
 
 class GroupBatches(TokenBatches):
@@ -647,7 +647,7 @@ class GroupBatches(TokenBatches):
         arrays = collate(rows, [n for n in self.names if n != LABELS], pad=self._pad)
         if LABELS in self.names and self.labels is not None:
             arrays[LABELS] = self.labels[np.asarray(picked)]
-        return Batch((), arrays, np.asarray(picked), len(picked))
+        return Batch(arrays, np.asarray(picked), len(picked))
 
 
 class EpochBatches:

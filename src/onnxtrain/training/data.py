@@ -1,13 +1,15 @@
 """Batches of a training run, and labels that are not classes of the model.
 
-:func:`as_source` turns arrays, tables, lists, torch's DataLoader and functions into a
-:class:`Source`. Its batches depend on data, seed and epoch only, so a resumed run sees the same
-ones. :func:`explain_label_error` names the row of a label that is out of range.
+:func:`as_source` turns arrays, tables, files, lists, torch's DataLoader and functions into a
+:class:`Source`. :func:`columns_of` reads any of them as named columns, which the rules of
+:mod:`onnxtrain.training.columns` convert. Batches depend on data, seed and epoch only, so a resumed
+run sees the same ones. :func:`explain_label_error` names the row of a label that is out of range.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -16,8 +18,11 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.errors import LabelError, OnnxTrainError, ShapeError
+from onnxtrain.manifest import TensorSpec
 from onnxtrain.runtime import session as runtime
-from onnxtrain.runtime.feeds import to_array
+from onnxtrain.runtime.feeds import has_shape, match_target, to_array
+from onnxtrain.training.columns import Classes, Columns, arrays_of
+from onnxtrain.training.data_files import read_data
 
 if TYPE_CHECKING:
     from onnxtrain.training.trainer import Trainer
@@ -26,10 +31,9 @@ _MASK_64 = 0xFFFFFFFFFFFFFFFF
 
 
 class Batch(NamedTuple):
-    """The tensors of a batch, by position and by name."""
+    """The arrays of a batch by the names of inputs and targets."""
 
-    positional: tuple[Any, ...]
-    named: dict[str, Any]
+    arrays: dict[str, Any]
     rows: np.ndarray | None = None
     """Indices of its samples in the data, if they are known."""
     weight: int | None = None
@@ -37,20 +41,18 @@ class Batch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The weight, else the number of samples: the length of the first tensor."""
+        """The weight, else the number of samples: the length of the first array."""
         if self.weight is not None:
             return self.weight
-        for value in (*self.positional, *self.named.values()):
-            shape = getattr(value, "shape", None)
-            if shape is None:
-                shape = to_array(value).shape
-            if len(shape):
-                return int(shape[0])
-        return 1
+        shapes = (np.shape(value) for value in self.arrays.values())
+        return next((int(shape[0]) for shape in shapes if shape), 1)
 
 
 class Source(Protocol):
     """Batches, epoch by epoch."""
+
+    classes: Classes
+    """Class names by target, if labels are texts."""
 
     def __len__(self) -> int:
         """Return the number of batches per epoch; raise ``TypeError`` if it is unknown."""
@@ -63,44 +65,165 @@ class Source(Protocol):
 
 def as_source(
     data: Any,
+    specs: Sequence[TensorSpec],
     *,
     batch_size: int,
     shuffle: bool = False,
     seed: int = 0,
     drop_last: bool = False,
-    columns: Sequence[str] = (),
+    classes: Mapping[str, Sequence[str]] | None = None,
 ) -> Source:
     """Return the batches of a data set.
 
     Args:
-        data: an array, a tuple of arrays (by position) or a dict of arrays (by name), which are cut
-            into batches; a table: a pandas or polars DataFrame, an Arrow table or a Hugging Face
-            ``Dataset``; a list or other iterable of batches, each one of these or a
-            :class:`Batch`; or a function from the epoch to such an iterable.
-        batch_size: for arrays and tables.
+        data: arrays (a dict by name, or a tuple by position), a table (pandas, polars, Arrow, a
+            Hugging Face ``Dataset``) or the path of a file, which are cut into batches; a list or
+            other iterable of batches, each one of these or a :class:`Batch`; or a function from the
+            epoch to such an iterable.
+        specs: the inputs and targets of a batch.
+        batch_size: for arrays, tables and files.
         shuffle: shuffle arrays in each epoch; the order depends on seed and epoch only.
         seed: random seed of the order.
         drop_last: drop the last batch of an epoch if it is smaller.
-        columns: columns to read from a table; others are not read.
+        classes: class names by target; by default the sorted labels of the data.
     """
+    known = {name: list(names) for name, names in (classes or {}).items()}
+    if isinstance(data, str | os.PathLike):
+        arrays, known = read_data(data, specs, known)
+    elif (columns := columns_of(data, specs)) is not None:
+        arrays, known = arrays_of(columns, specs, _feature_names(data, specs) | known)
+    elif callable(data) and not hasattr(data, "__iter__"):
+        make_batches: Any = data
+        return Batches(make_batches, specs, known)
+    elif isinstance(data, Iterable):
+        return Batches(_per_epoch(data, seed), specs, known)
+    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        raise ShapeError(
+            f"a {type(data).__name__} gives single rows, not batches\n"
+            "hint: torch.utils.data.DataLoader(dataset, batch_size=32, shuffle=True)"
+        )
+    else:
+        raise ShapeError(
+            f"data of type {type(data).__name__} is not supported\n"
+            "hint: pass a tuple or dict of arrays, a table, a path, or an iterable of batches"
+        )
+    return Arrays(
+        arrays, specs, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, classes=known
+    )
+
+
+def with_targets(data: Any, y: Any) -> Any:
+    """Return the data of ``fit(X, y)``: the inputs, followed by the targets if there are any.
+
+    Raises:
+        OnnxTrainError: if ``y`` is a number.
+    """
+    if y is None:
+        return data
+    if np.ndim(y) == 0 and not isinstance(y, Mapping):
+        raise OnnxTrainError(f"y must be the targets, got {y!r}\nhint: fit(data, epochs={y!r})")
+    return (*data, y) if isinstance(data, tuple) else (data, y)
+
+
+def columns_of(data: Any, specs: Sequence[TensorSpec]) -> Columns | None:
+    """Return data in memory as columns by name; ``None`` for an iterable of batches.
+
+    Args:
+        data: a dict or tuple of arrays, an array, a table, a tuple of a table and targets, or
+            torch's ``TensorDataset``.
+        specs: the inputs and targets, which name arrays given by position.
+    """
+    if _is_tensor_dataset(data):
+        data = data.tensors
+    if isinstance(data, Mapping):
+        _check_not_splits(data)
+        return data
     names = _column_names(data)
     if names is not None:
-        data = _read_columns(data, names, columns)
-    if isinstance(data, Mapping) or (
-        isinstance(data, tuple) and data and not any(isinstance(d, tuple | Mapping) for d in data)
-    ):
-        return Arrays(data, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        return _TableColumns(data, names)
     if isinstance(data, np.ndarray) or (hasattr(data, "shape") and hasattr(data, "dtype")):
-        return Arrays((data,), batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
-    if callable(data) and not hasattr(data, "__iter__"):
-        make_batches: Any = data
-        return Batches(make_batches)
-    if isinstance(data, Iterable):
-        return Batches(_per_epoch(data, seed))
-    raise ShapeError(
-        f"data of type {type(data).__name__} is not supported\n"
-        "hint: pass a tuple or dict of arrays, or an iterable of batches"
+        data = (data,)
+    if not isinstance(data, tuple) or not data:
+        return None
+    first, *rest = data
+    if rest and is_table(first):
+        return None if any(isinstance(d, tuple) for d in rest) else _joined(data, specs)
+    if any(isinstance(d, tuple | Mapping) for d in data):
+        return None
+    if len(data) > len(specs):
+        expected = ", ".join(s.name for s in specs)
+        raise ShapeError(f"got {len(data)} tensors, the model takes {expected}")
+    if len(data) < len(specs):
+        missing = ", ".join(s.name for s in specs[len(data) :])
+        raise ShapeError(
+            f"missing from the data: {missing}\n"
+            f"hint: pass ({', '.join(s.name for s in specs)}), or a dict of arrays by name"
+        )
+    return dict(zip((s.name for s in specs), map(_values, data), strict=True))
+
+
+def is_table(data: Any) -> bool:
+    """Return whether data has named columns: a dict or a table of any library."""
+    return isinstance(data, Mapping) or _column_names(data) is not None
+
+
+def _is_tensor_dataset(data: Any) -> bool:
+    tensors = getattr(data, "tensors", None)
+    return isinstance(tensors, tuple) and hasattr(data, "__getitem__")
+
+
+def _check_not_splits(data: Mapping[str, Any]) -> None:
+    splits = [n for n, v in data.items() if is_table(v)]
+    # A column of a table may be a table of one column, but never all of them.
+    if splits and len(splits) == len(data):
+        first = splits[0]
+        raise ShapeError(
+            f"a {type(data).__name__} has splits: {', '.join(map(repr, splits))}\n"
+            f"hint: pass one of them: fit(data[{first!r}], ...)"
+        )
+
+
+def _joined(data: tuple[Any, ...], specs: Sequence[TensorSpec]) -> Columns | None:
+    """Return the columns of a table of inputs and of targets by position or by name."""
+    first, *rest = data
+    inputs = (
+        first if isinstance(first, Mapping) else _TableColumns(first, _column_names(first) or [])
     )
+    targets = [s.name for s in specs if s.role == "target"]
+    if len(rest) == 1 and isinstance(rest[0], Mapping):
+        return {**inputs, **rest[0]} if targets and {*rest[0]} <= {*targets} else None
+    if len(rest) != len(targets):
+        return None
+    return {**inputs, **dict(zip(targets, map(_values, rest), strict=True))}
+
+
+def _values(data: Any) -> Any:
+    """Return the values of a table without its names; one column is one array."""
+    names = _column_names(data)
+    if names is None:
+        return data
+    columns = _TableColumns(data, names)
+    arrays = [to_array(columns[n], n) for n in names]
+    return arrays[0] if len(arrays) == 1 else np.stack(arrays, 1)
+
+
+class _TableColumns(Mapping[str, Any]):
+    """The columns of a table of any library; only those that are read are converted."""
+
+    def __init__(self, table: Any, names: Sequence[str]) -> None:
+        # Hugging Face: whole columns of arrays instead of one Python object per cell.
+        self._table = table.with_format("numpy") if hasattr(table, "with_format") else table
+        self._names = list(names)
+
+    def __getitem__(self, name: str) -> Any:
+        values = self._table[name]
+        return values[:] if hasattr(self._table, "with_format") else values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _column_names(data: Any) -> list[str] | None:
@@ -113,24 +236,15 @@ def _column_names(data: Any) -> list[str] | None:
     return None if names is None or not hasattr(data, "__len__") else [str(n) for n in names]
 
 
-def _read_columns(data: Any, names: list[str], wanted: Sequence[str]) -> dict[str, np.ndarray]:
-    missing = [n for n in wanted if n not in names]
-    if missing:
-        raise ShapeError(
-            f"the table has no column {', '.join(map(repr, missing))}\n"
-            f"hint: its columns are {', '.join(names)}; the model needs {', '.join(wanted)}"
-        )
-    return {n: _column(n, data[n]) for n in wanted or names}
-
-
-def _column(name: str, values: Any) -> np.ndarray:
-    array = to_array(values)
-    if array.dtype != object:
-        return array
-    try:
-        return np.stack([to_array(v) for v in array]) if len(array) else array
-    except ValueError as error:
-        raise ShapeError(f"column {name!r} has rows of different shapes") from error
+def _feature_names(data: Any, specs: Sequence[TensorSpec]) -> Classes:
+    """Return the class names that a Hugging Face data set declares, by target."""
+    features = getattr(data, "features", None)
+    if not isinstance(features, Mapping):
+        return {}
+    columns = {n: f for n, f in features.items() if hasattr(f, "int2str")}
+    targets = [s for s in specs if s.role == "target" and "int" in s.dtype]
+    found = {t.name: columns.get(t.name) or columns.get(t.name.removesuffix("s")) for t in targets}
+    return {name: list(f.names) for name, f in found.items() if f is not None}
 
 
 def length(source: Source) -> int | None:
@@ -146,26 +260,26 @@ class Arrays:
 
     def __init__(
         self,
-        data: tuple[Any, ...] | Mapping[str, Any],
+        arrays: Mapping[str, np.ndarray],
+        specs: Sequence[TensorSpec],
         batch_size: int,
         *,
         shuffle: bool,
         seed: int,
         drop_last: bool,
+        classes: Classes,
     ) -> None:
         if batch_size < 1:
             raise ShapeError(f"batch_size must be at least 1, got {batch_size}")
-        keys = list(data) if isinstance(data, Mapping) else None
-        values = data.values() if isinstance(data, Mapping) else data
-        self._keys, self._arrays = keys, [to_array(v) for v in values]
-        if any(a.ndim == 0 for a in self._arrays):
-            raise ShapeError("an array of the data is a scalar\nhint: axis 0 must be the samples")
-        lengths = {len(a) for a in self._arrays}
+        scalars = [name for name, a in arrays.items() if a.ndim == 0]
+        if scalars:
+            raise ShapeError(f"{scalars[0]!r} is a scalar\nhint: axis 0 must be the samples")
+        lengths = {len(a) for a in arrays.values()}
         if len(lengths) != 1:
-            names = keys or range(len(self._arrays))
-            listing = ", ".join(f"{n}: {len(a)}" for n, a in zip(names, self._arrays, strict=True))
+            listing = ", ".join(f"{n}: {len(a)}" for n, a in arrays.items())
             raise ShapeError(f"arrays have different lengths: {listing}")
         (self.samples,) = lengths
+        self.classes = classes
         self._size, self._shuffle, self._seed = batch_size, shuffle, seed
         self._end = self.samples - self.samples % batch_size if drop_last else self.samples
         if not self._end:
@@ -173,6 +287,11 @@ class Arrays:
                 f"{self.samples} samples are fewer than one batch of {batch_size}\n"
                 "hint: use a smaller batch_size, or drop_last=False"
             )
+        # Targets as a whole: an error names the row of the data, before the first step.
+        targets = {s.name: s for s in specs if s.role == "target"}
+        self._arrays = {
+            n: match_target(targets[n], a, "") if n in targets else a for n, a in arrays.items()
+        }
 
     def __len__(self) -> int:
         return -(-self._end // self._size)
@@ -184,18 +303,19 @@ class Arrays:
             end = min(first + self._size, self._end)
             index = slice(first, end) if order is None else order[first:end]
             rows = np.arange(first, end) if order is None else order[first:end]
-            arrays = [a[index] for a in self._arrays]
-            if self._keys is None:
-                yield Batch(tuple(arrays), {}, rows)
-            else:
-                yield Batch((), dict(zip(self._keys, arrays, strict=True)), rows)
+            yield Batch({n: a[index] for n, a in self._arrays.items()}, rows)
 
 
 class Batches:
     """Batches of the caller's own: a function from the epoch to an iterable."""
 
-    def __init__(self, make_batches: Callable[[int], Iterable[Any]]) -> None:
-        self._make_batches = make_batches
+    def __init__(
+        self,
+        make_batches: Callable[[int], Iterable[Any]],
+        specs: Sequence[TensorSpec],
+        classes: Classes,
+    ) -> None:
+        self._make_batches, self._specs, self.classes = make_batches, specs, classes
 
     def __len__(self) -> int:
         return len(self._make_batches(0))  # type: ignore[arg-type]
@@ -203,17 +323,25 @@ class Batches:
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Return the batches of an epoch; skipped batches are computed as well."""
         for item in itertools.islice(self._make_batches(epoch), start, None):
-            yield _as_batch(item)
+            yield self._batch(item)
 
-
-def _as_batch(item: Any) -> Batch:
-    if isinstance(item, Batch):
-        return item
-    if isinstance(item, Mapping):
-        return Batch((), dict(item))
-    if isinstance(item, tuple | list):
-        return Batch(tuple(item), {})
-    return Batch((item,), {})
+    def _batch(self, item: Any) -> Batch:
+        if isinstance(item, Batch):
+            return item
+        columns = columns_of(tuple(item) if isinstance(item, list) else item, self._specs)
+        if columns is None:
+            raise ShapeError(
+                f"a batch must be a tuple or dict of arrays, got {type(item).__name__}\n"
+                f"hint: its arrays are {', '.join(s.name for s in self._specs)}"
+            )
+        arrays, _ = arrays_of(columns, self._specs, self.classes, whole=False)
+        if all(has_shape(arrays[s.name], s.shape[1:]) for s in self._specs):
+            shapes = ", ".join(f"{n} {list(a.shape)}" for n, a in arrays.items())
+            raise ShapeError(
+                f"the data gives single rows, and batches are expected: {shapes}\n"
+                "hint: torch.utils.data.DataLoader(rows, batch_size=32) makes batches"
+            )
+        return Batch(arrays)
 
 
 def _per_epoch(data: Any, seed: int) -> Callable[[int], Iterable[Any]]:

@@ -12,7 +12,6 @@ import io
 import json
 import math
 import os
-import re
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,10 +32,15 @@ from onnxtrain.graph.io.limits import (
     resolve_within,
 )
 from onnxtrain.manifest import TensorSpec
-
-Classes = dict[str, list[str]]
-Columns = Mapping[str, list[Any]]
-
+from onnxtrain.training.columns import (
+    Classes,
+    Columns,
+    Origin,
+    arrays_of,
+    is_number,
+    label_indices,
+    quote_names,
+)
 
 _JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -52,7 +56,9 @@ class DataFile(NamedTuple):
 
 
 def read_data(
-    path: Path, specs: Sequence[TensorSpec], classes: Mapping[str, Sequence[str]] | None = None
+    path: str | os.PathLike[str],
+    specs: Sequence[TensorSpec],
+    classes: Mapping[str, Sequence[str]] | None = None,
 ) -> DataFile:
     """Return the arrays of a file or folder.
 
@@ -66,17 +72,19 @@ def read_data(
     Raises:
         OnnxTrainError: if the file cannot be read or does not fit the model, with the line.
     """
-    known = {name: list(texts) for name, texts in (classes or {}).items()}
+    path, known = Path(path), {name: list(texts) for name, texts in (classes or {}).items()}
     if path.is_dir():
         return DataFile(*read_image_folder(path, specs, known))
     if path.suffix.lower() not in (*_DELIMITERS, *_JSON_LINES_SUFFIXES):
-        return DataFile(read_npz(path), known)
+        return DataFile(*arrays_of(read_npz(path), specs, known, Origin(str(path))))
     columns, lines = _columns(path)
-    return DataFile(*arrays_of(columns, lines, specs, known, path))
+    return DataFile(*arrays_of(columns, specs, known, Origin(str(path), lines)))
 
 
 def read_images(
-    path: Path, specs: Sequence[TensorSpec], classes: Mapping[str, Sequence[str]] | None = None
+    path: str | os.PathLike[str],
+    specs: Sequence[TensorSpec],
+    classes: Mapping[str, Sequence[str]] | None = None,
 ) -> DataFile:
     """Return images and their labels, from a folder per class or a table of paths.
 
@@ -89,7 +97,7 @@ def read_images(
     Raises:
         OnnxTrainError: if a file cannot be read or does not fit the model, with the line.
     """
-    known = {name: list(texts) for name, texts in (classes or {}).items()}
+    path, known = Path(path), {name: list(texts) for name, texts in (classes or {}).items()}
     if path.is_dir():
         return DataFile(*read_image_folder(path, specs, known))
     if path.suffix.lower() not in (*_DELIMITERS, *_JSON_LINES_SUFFIXES):
@@ -176,159 +184,6 @@ def _read_lines(text: str, path: Path) -> tuple[dict[str, list[Any]], list[int]]
     return columns, lines
 
 
-def arrays_of(
-    columns: Columns, lines: Sequence[int], specs: Sequence[TensorSpec], known: Classes, path: Path
-) -> tuple[dict[str, np.ndarray], Classes]:
-    """Return an array per input and target, and the class names of text labels.
-
-    A column with the name of an input is that input. Columns ``image.0``, ``image.1`` ... are
-    ``image``. If one input has no columns yet, it is all remaining columns in their order.
-    """
-    matched: dict[str, list[str]] = {s.name: _columns_of_input(s.name, columns) for s in specs}
-    missing = [s for s in specs if not matched[s.name]]
-    used = {name for names in matched.values() for name in names}
-    rest = [name for name in columns if name not in used]
-    if len(missing) == 1 and missing[0].role == "input" and rest:
-        matched[missing[0].name] = rest
-    elif missing:
-        raise OnnxTrainError(
-            f"{path}: no column {missing[0].name!r}\n"
-            f"hint: its columns are {_format_columns(list(columns))}; the model needs "
-            + ", ".join(s.name for s in specs)
-        )
-    arrays, classes = {}, dict(known)
-    for spec in specs:
-        names = matched[spec.name]
-        if len(names) == 1 and _has_text_labels(columns[names[0]], spec):
-            texts = columns[names[0]]
-            classes[spec.name] = known.get(spec.name) or sorted(set(texts))
-            arrays[spec.name] = _labels(texts, classes[spec.name], lines, path)
-        else:
-            parts = [_numeric_array(columns[n], n, spec, lines, path) for n in names]
-            arrays[spec.name] = _stack_columns(parts, spec, names, path)
-    return arrays, classes
-
-
-def _columns_of_input(name: str, columns: Columns) -> list[str]:
-    if name in columns:
-        return [name]
-    pattern = re.compile(re.escape(name) + r"(?:[._-]?([0-9]{1,9})|\[([0-9]{1,9})\])")
-    numbered = [(m, n) for n in columns if (m := pattern.fullmatch(n))]
-    return [n for _, n in sorted(numbered, key=lambda item: int(item[0][1] or item[0][2]))]
-
-
-def _has_text_labels(values: list[Any], spec: TensorSpec) -> bool:
-    if spec.role != "target" or "int" not in spec.dtype:
-        return False
-    # A number among texts is more likely a mistake than a class.
-    return all(isinstance(v, str) and v and not is_number(v) for v in values)
-
-
-def is_number(text: str) -> bool:
-    """Return whether a text can be parsed as a number."""
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _labels(
-    texts: list[str], classes: Sequence[str], lines: Sequence[int], path: Path
-) -> np.ndarray:
-    indices = {text: i for i, text in enumerate(classes)}
-    for text, line in zip(texts, lines, strict=True):
-        if text not in indices:
-            raise OnnxTrainError(
-                f"{path}: line {line}: unknown class {text!r}\n"
-                f"hint: expected one of {_format_columns(classes)}"
-            )
-    return np.array([indices[text] for text in texts], np.int64)
-
-
-def _numeric_array(
-    values: list[Any], name: str, spec: TensorSpec, lines: Sequence[int], path: Path
-) -> np.ndarray:
-    try:
-        return _to_numbers(values, spec)
-    except (ValueError, TypeError, OverflowError):
-        pass  # find the line
-    for value, line in zip(values, lines, strict=True):
-        try:
-            _to_numbers(value, spec)
-        except _RangeError as error:
-            raise OnnxTrainError(
-                f"{path}: line {line}, column {name!r} {error}, but {spec.name!r} is {spec.dtype}"
-            ) from error
-        except (ValueError, TypeError, OverflowError) as error:
-            problem = "empty cell" if value in ("", None) else f"{quote(value)} is not a number"
-            raise OnnxTrainError(
-                f"{path}: line {line}, column {name!r}: {problem}\n"
-                f"hint: {spec.name!r} is {spec.dtype}; only class labels can be texts"
-            ) from error
-    raise OnnxTrainError(
-        f"{path}: column {name!r} has rows of different shapes\nhint: pad them to one length"
-    )
-
-
-class _RangeError(ValueError):
-    """A number does not fit the integers of a tensor."""
-
-
-_EXACT = 2.0**53  # float64 represents every integer below
-
-
-def _to_numbers(value: Any, spec: TensorSpec) -> np.ndarray:
-    """Return cells, which may be texts, as float64, or as int64 for a tensor of integers."""
-    # A type is given: numpy would give every text of a column the length of the longest.
-    array = np.array(value, np.float64)
-    if np.isnan(array).any() and any(v is None for v in np.array(value, object).flat):
-        raise TypeError("null")
-    if "int" not in spec.dtype:
-        return array
-    if not np.isfinite(array).all():
-        raise _RangeError("has infinity or NaN")
-    if (array != np.round(array)).any():
-        raise _RangeError("has fractions")
-    limits = np.iinfo(spec.dtype)
-    fits = (np.abs(array) < 2.0**63).all()
-    integers = array.astype(np.int64) if fits else np.empty(0, np.int64)
-    if not (np.abs(array) < _EXACT).all():
-        try:
-            integers = np.array(value, object).astype(np.int64)
-            fits = True
-        except OverflowError:
-            fits = False
-        except ValueError:  # a text such as 1e17, which is exact in float64
-            pass
-    if not fits or (integers < limits.min).any() or (integers > limits.max).any():
-        raise _RangeError(f"has integers outside [{limits.min}, {limits.max}]")
-    return integers
-
-
-def _stack_columns(
-    parts: list[np.ndarray], spec: TensorSpec, names: list[str], path: Path
-) -> np.ndarray:
-    """Return columns side by side, in the shape of the input."""
-    if len(parts) == 1 and parts[0].ndim > 1:
-        return parts[0]
-    rows, sizes = len(parts[0]), spec.shape[1:]
-    fixed = [d for d in sizes if isinstance(d, int)]
-    free = len(sizes) - len(fixed)
-    fits = len(parts) == math.prod(fixed) if not free else len(parts) % math.prod(fixed) == 0
-    if any(p.ndim > 1 for p in parts) or free > 1 or not fits:
-        shape = ", ".join(map(str, spec.shape))
-        raise OnnxTrainError(
-            f"{path}: {len(parts)} columns do not fit {spec.name!r}, which is "
-            f"{spec.dtype}[{shape}]\nhint: the columns are {_format_columns(names)}"
-        )
-    return np.stack(parts, 1).reshape(rows, *(d if isinstance(d, int) else -1 for d in sizes))
-
-
-def _format_columns(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:8])) + (" ..." if len(names) > 8 else "")
-
-
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP")
 _MAX_DIGITS = 18  # of labels that are sorted by number
@@ -369,8 +224,7 @@ def read_image_folder(
     unknown = [name for name in folders if name not in indices]
     if unknown:
         raise OnnxTrainError(
-            f"{folder}: unknown class {unknown[0]!r}\n"
-            f"hint: expected one of {_format_columns(classes)}"
+            f"{folder}: unknown class {unknown[0]!r}\nhint: expected one of {quote_names(classes)}"
         )
     files = [(p, indices[n]) for n, sub in folders.items() for p in _image_files(sub, folder)]
     if not files:
@@ -405,7 +259,7 @@ def read_image_table(
         )
     texts = [str(t) for t in texts]
     classes = known.get(label.name) or sorted_labels(texts)
-    labels = _labels(texts, classes, lines, path)
+    labels = label_indices(texts, classes, Origin(str(path), lines))
     files = []
     for value, line in zip(columns[name], lines, strict=True):
         file = path.parent / str(value)

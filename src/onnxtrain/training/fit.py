@@ -53,6 +53,7 @@ from onnxtrain.training.checks import (
     is_finite,
     nonfinite_weights,
 )
+from onnxtrain.training.columns import class_names
 from onnxtrain.training.data import Batch, Source, as_source, explain_label_error, length
 from onnxtrain.training.metrics import Mean, MetricsWriter, evaluate
 from onnxtrain.training.progress import Display, display
@@ -213,7 +214,8 @@ class Run:
         self.records: MetricsWriter | None = None
         self.show = display(False)
         seed = trainer.seed if loaded is None else loaded.progress.seed
-        self.source, self.validation = self._sources(data, seed)
+        properties = trainer.properties if loaded is None else loaded.progress.properties
+        self.source, self.validation = self._sources(data, seed, class_names(properties))
         self.batches = length(self.source)
         """Number of batches per epoch, if that is known."""
         self._before_resume = (0, 0)  # epochs and updates
@@ -229,26 +231,30 @@ class Run:
             if stored.validated and self.validation is None:
                 self.resumed += "; without validation data, which the run had before"
             trainer.restore(loaded)
+        trainer.classes = self.source.classes
         # Weights that are infinite on purpose, such as a mask.
         self._nonfinite_at_start = set(nonfinite_weights(trainer))
         if self.rotation is not None:
             self.rotation.sweep()  # last: an error above must not remove another run's files
 
-    def _sources(self, data: Any, seed: int) -> tuple[Source, Source | None]:
+    def _sources(
+        self, data: Any, seed: int, classes: Mapping[str, Sequence[str]]
+    ) -> tuple[Source, Source | None]:
         options, fixed = self.options, self.trainer.fixed_batch is not None
-        size = options.batch_size or 0
+        size, specs = options.batch_size or 0, self.trainer.batch_specs
         source = as_source(
             data,
+            specs,
             batch_size=size,
             shuffle=bool(options.shuffle),
             seed=seed,
             drop_last=bool(options.drop_last) or fixed,
-            columns=self.trainer.inputs,
+            classes=classes,
         )
         validation = options.validation
         if validation is not None:
             validation = as_source(
-                validation, batch_size=size, drop_last=fixed, columns=self.trainer.inputs
+                validation, specs, batch_size=size, drop_last=fixed, classes=source.classes
             )
         return source, validation
 
@@ -314,7 +320,7 @@ class Run:
         trainer = self.trainer
         number = trainer.global_step + 1 - self.first_step
         trainer.lr = self.schedule.lr(self.base_lr, number)
-        feeds = feed(trainer.batch_specs, batch.positional, batch.named)
+        feeds = feed(trainer.batch_specs, (), batch.arrays)
         try:
             outputs = trainer.compute(feeds)
         except LabelError as error:

@@ -109,11 +109,12 @@ def find_lr(
     fixed = trainer.fixed_batch
     source = as_source(
         data,
+        trainer.batch_specs,
         batch_size=batch_size or fixed or 32,
         shuffle=True,
         seed=trainer.seed,
         drop_last=fixed is not None,
-        columns=trainer.inputs,
+        classes=trainer.classes,
     )
     before = trainer.state_dict(), trainer.lr, trainer.global_step
     rates = np.geomspace(lowest, highest, steps).tolist()
@@ -137,7 +138,7 @@ def _losses(trainer: Trainer, source: Source, rates: list[float]) -> Iterator[fl
     best, smoothed = math.inf, 0.0
     for number, (rate, batch) in enumerate(zip(rates, _repeat_epochs(source), strict=False), 1):
         trainer.lr = rate
-        outputs = trainer.compute(feed(trainer.batch_specs, batch.positional, batch.named))
+        outputs = trainer.compute(feed(trainer.batch_specs, (), batch.arrays))
         if not is_finite(outputs[trainer.loss_name]):
             return
         loss = trainer.commit(outputs).loss

@@ -94,9 +94,9 @@ def evaluate(trainer: Trainer, source: Source) -> Evaluation:
     mean = Mean()
     for batch in source.batches(0):
         try:
-            result = trainer.evaluate_batch(*batch.positional, **batch.named)
+            result = trainer.evaluate_batch(**batch.arrays)
         except LabelError as error:
-            feeds = feed(trainer.batch_specs, batch.positional, batch.named)
+            feeds = feed(trainer.batch_specs, (), batch.arrays)
             raise explain_label_error(trainer, error, feeds, batch.rows) from error
         mean.add(result, batch.size)
     if not mean.samples:

@@ -42,7 +42,14 @@ from onnxtrain.training.checks import (
     check_origin,
     graph_digests,
 )
-from onnxtrain.training.data import as_source, explain_label_error
+from onnxtrain.training.columns import arrays_of, class_names, class_properties
+from onnxtrain.training.data import (
+    as_source,
+    columns_of,
+    explain_label_error,
+    is_table,
+    with_targets,
+)
 from onnxtrain.training.engine import StepEngine, control_values, require_spec, resolve_layout
 from onnxtrain.training.fit import FitOptions, History, Run, lock_directory
 from onnxtrain.training.metrics import Evaluation, evaluate
@@ -224,6 +231,18 @@ class Trainer(SummaryRepr):
         return [t.name for t in self.batch_specs]
 
     @property
+    def classes(self) -> dict[str, list[str]]:
+        """Class names by target, in the order of their indices; checkpoints contain them.
+
+        ``fit`` sets them if labels are texts.
+        """
+        return class_names(self.properties)
+
+    @classes.setter
+    def classes(self, names: Mapping[str, Sequence[str]]) -> None:
+        self.properties |= class_properties(names)
+
+    @property
     def fixed_batch(self) -> int | None:
         """The batch size if the model fixes it, else ``None``."""
         sizes = [t.shape[0] for t in self.batch_specs[:1] if t.shape]
@@ -373,27 +392,30 @@ class Trainer(SummaryRepr):
         arrays = dict(zip(outputs.names, arrays, strict=True))
         return outputs.result(arrays, self.global_step, updated=False)
 
-    def evaluate(self, data: Any, *, batch_size: int | None = None) -> Evaluation:
+    def evaluate(self, data: Any, y: Any = None, *, batch_size: int | None = None) -> Evaluation:
         """Return loss and metrics over all of ``data``, in evaluation mode.
 
         Args:
             data: as in :meth:`fit`.
+            y: targets, if ``data`` has only the inputs.
             batch_size: for arrays; 256, or the fixed batch size of the model.
         """
         fixed = self.fixed_batch
         source = as_source(
-            data,
+            with_targets(data, y),
+            self.batch_specs,
             batch_size=batch_size or fixed or _EVALUATION_BATCH,
             drop_last=fixed is not None,
-            columns=self.inputs,
+            classes=self.classes,
         )
         return evaluate(self, source)
 
     def fit(
         self,
         data: Any,
-        epochs: int | None = None,
+        y: Any = None,
         *,
+        epochs: int | None = None,
         batch_size: int | None = None,
         lr: float | None = None,
         validation: Any = None,
@@ -420,10 +442,11 @@ class Trainer(SummaryRepr):
         must be given again.
 
         Args:
-            data: a tuple of arrays (by position) or a dict of arrays (by name), which are shuffled
-                and cut into batches; a table (pandas, polars, Arrow, Hugging Face ``Dataset``)
-                whose columns have the names of inputs and targets; an iterable of batches such as
-                a list or torch's DataLoader; or a function from the epoch to such an iterable.
+            data: a dict of arrays (by name) or a tuple of arrays (by position), a table (pandas,
+                polars, Arrow, Hugging Face ``Dataset``) or the path of a file, which are shuffled
+                and cut into batches; an iterable of batches such as a list or torch's DataLoader;
+                or a function from the epoch to such an iterable.
+            y: targets, if ``data`` has only the inputs.
             epochs: number of passes over the data, including those before a resumed checkpoint; 1.
             batch_size: for arrays; 32, or the fixed batch size of the model.
             lr: learning rate, which the schedule multiplies; the trainer's own by default.
@@ -454,7 +477,7 @@ class Trainer(SummaryRepr):
         """
         options = from_arguments(FitOptions, locals())
         with self.in_use, lock_directory(options.directory):
-            return Run(self, data, options).go()
+            return Run(self, with_targets(data, y), options).go()
 
     @exclusive
     def profile(
@@ -477,12 +500,24 @@ class Trainer(SummaryRepr):
 
     @exclusive
     def predict(self, *positional: Any, **inputs: Any) -> dict[str, np.ndarray]:
-        """Return the outputs of the inference model with the current weights."""
+        """Return the outputs of the inference model with the current weights, by name.
+
+        Args:
+            *positional: the inputs in their order; or one dict or table, whose other columns are
+                not read.
+            **inputs: the inputs by name.
+        """
         if self._predictor is None:
             self._predictor = inference.Predictor(
                 self.artifacts, device=self.device, threads=self.threads
             )
-        feeds = feed(self._predictor.spec.inputs, positional, inputs)
+        specs = self._predictor.spec.inputs
+        if len(positional) == 1 and is_table(positional[0]):
+            targets = [t for t in self.batch_specs if t.role == "target"]
+            columns = columns_of(positional[0], specs) or {}
+            named, _ = arrays_of(columns, specs, {}, others=targets)
+            positional, inputs = (), {**named, **inputs}
+        feeds = feed(specs, positional, inputs)
         return self._predictor.run(feeds, self._engine.view)
 
     @property

@@ -55,7 +55,7 @@ def by_hand(
                 trainer = onnxtrain.Trainer(artifacts)
             trainer.load_weights(weights)
             data = rows(node, 16 + 8 * node)
-            trainer.fit(data, 1, batch_size=8, shuffle=False, progress=False)
+            trainer.fit(data, epochs=1, batch_size=8, shuffle=False, progress=False)
             results.append({n: np.array(trainer.view(n), np.float64) for n in names})
             counts.append(len(data["x"]))
         weights = {

@@ -74,7 +74,7 @@ def by_python(artifacts: onnxtrain.Artifacts, data: Weights, weights: Weights) -
     """Return the weights after an epoch over a client's data."""
     trainer = onnxtrain.Trainer(artifacts, threads=1)
     trainer.load_weights(weights)
-    trainer.fit(data, 1, batch_size=BATCH, shuffle=False, progress=False)
+    trainer.fit(data, epochs=1, batch_size=BATCH, shuffle=False, progress=False)
     return {n: np.array(trainer.parameters[n]) for n in weights}
 
 
