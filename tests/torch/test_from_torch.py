@@ -84,6 +84,12 @@ def test_evaluation_mode(batch_norm) -> None:
     assert model.graph.inputs[0].name == "pixels"
 
 
+def test_an_example_that_another_layer_computed() -> None:
+    hidden = nn.Linear(3, 4)(torch.ones(2, 3))
+    model = from_torch(nn.Linear(4, 2), hidden)
+    assert last_report(model).exporter == "dynamo"
+
+
 def test_attention_dropout_is_kept() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)

@@ -118,6 +118,38 @@ def test_several_forwards_before_a_backward(mlp) -> None:
         close(p.grad, q.grad, name)
 
 
+def test_behind_another_layer() -> None:
+    """The input is not a leaf: one use, several uses in one graph, no_grad; each kind first."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6))
+    for ours in (wrap(second), wrap(second)):
+        results = []
+        for part in (ours, second):
+            first.zero_grad()
+            part.zero_grad()
+            hidden = first(torch.arange(12.0).reshape(3, 4) / 12)
+            (part(part(hidden)) * part(hidden)).sum().backward()
+            results.append([p.grad.clone() for p in (*first.parameters(), *part.parameters())])
+        for p, q in zip(*results, strict=True):
+            close(p, q)
+        with torch.no_grad():
+            close(ours(first(torch.ones(2, 4))), second(first(torch.ones(2, 4))))
+    frozen = wrap(second).requires_grad_(False)
+    first.zero_grad()
+    frozen(first(torch.ones(2, 4))).sum().backward()
+    expected = torch.autograd.grad(second(first(torch.ones(2, 4))).sum(), first.weight)
+    close(first.weight.grad, expected[0])
+
+
+def test_a_module_that_changes_its_input_is_refused() -> None:
+    ours = TrainableModule(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3)))
+    hidden = nn.Linear(3, 3)(torch.randn(2, 3))
+    before = hidden.detach().clone()
+    with pytest.raises(OnnxTrainError, match="Sequential changes its input in place: tensor 0"):
+        ours(hidden)
+    assert hidden.equal(before)
+
+
 def test_gradients_accumulate_and_backward_twice(mlp) -> None:
     ours, theirs = mlp
     x = torch.randn(4, 6)

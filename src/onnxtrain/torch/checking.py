@@ -16,6 +16,7 @@ import onnx_ir as ir
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from onnxtrain.autodiff.gradients import lift, vjp
 from onnxtrain.autodiff.gradients import parameters as parameter_values
@@ -112,7 +113,7 @@ def _compare_with_torch(
     for batch in batches:
         with torch.no_grad(), restore_statistics(module):
             try:
-                expected = flatten_tensors(module(*copy.deepcopy(tuple(batch))))
+                expected = flatten_tensors(module(*detached_copy(batch)))
             except Exception:  # a module raises any exception for a batch size it cannot run
                 if batch is inputs:
                     raise
@@ -171,7 +172,7 @@ def _check_statistics_updated(module: nn.Module, model: ir.Model, inputs: Sequen
     }
     before = {name: submodule.running_mean.clone() for name, submodule in norms.items()}
     with torch.no_grad(), restore_statistics(module), _no_dropout(module):
-        module(*copy.deepcopy(tuple(inputs)))
+        module(*detached_copy(inputs))
         changed = [
             n for n, submodule in norms.items() if not submodule.running_mean.equal(before[n])
         ]
@@ -229,7 +230,7 @@ def _torch_gradients(
     All are empty if no call stops or replaces gradients.
     """
     generator = np.random.default_rng(0)
-    leaves = _fresh_leaves(inputs)
+    leaves = detached_copy(inputs)
     with torch.enable_grad(), _DetachRecorder() as recorder:
         outputs = [y for y in flatten_tensors(module(*leaves)) if y.is_floating_point()]
     cotangents = [
@@ -319,13 +320,6 @@ def _uses_custom_function(y: torch.Tensor) -> bool:
     return False
 
 
-def _fresh_leaves(inputs: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(
-        x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
-        for x in inputs
-    )
-
-
 def _numpy_dtype(y: torch.Tensor) -> Any:
     return torch.empty((), dtype=y.dtype).numpy().dtype
 
@@ -335,7 +329,7 @@ def ignores_parameters(module: nn.Module, inputs: Sequence[Any], names: Sequence
 
     def outputs() -> list[torch.Tensor]:
         with torch.no_grad(), restore_statistics(module), _no_dropout(module):
-            return flatten_tensors(module(*copy.deepcopy(tuple(inputs))))
+            return flatten_tensors(module(*detached_copy(inputs)))
 
     parameters = [module.get_parameter(n) for n in names]
     before = outputs()
@@ -350,6 +344,21 @@ def ignores_parameters(module: nn.Module, inputs: Sequence[Any], names: Sequence
             for p, value in zip(parameters, saved, strict=True):
                 p.copy_(value)
     return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def detached_copy(inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the inputs with every tensor copied to a leaf of its own autograd graph.
+
+    The module may change its inputs in place, and ``copy.deepcopy`` refuses tensors that are not
+    leaves, such as the output of another layer.
+    """
+
+    def copied(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return x.detach().clone().requires_grad_(x.requires_grad)
+        return copy.deepcopy(x)
+
+    return pytree.tree_map(copied, tuple(inputs))
 
 
 def flatten_tensors(outputs: Any) -> list[torch.Tensor]:

@@ -29,6 +29,7 @@ from onnxtrain.modes import to_evaluation
 from onnxtrain.torch import exporters
 from onnxtrain.torch.checking import (
     check,
+    detached_copy,
     flatten_tensors,
     ignores_parameters,
     restore_statistics,
@@ -350,6 +351,7 @@ def _resolve_arguments(
     else:
         inputs = example if isinstance(example, tuple) else (example,)
         keywords, wrapper = _positional_names(module, len(inputs)), module
+    inputs = detached_copy(inputs)
     labels = list(names) if names is not None else keywords
     _check_names(labels, len(inputs), "inputs")
     if isinstance(dynamic_shapes, Mapping):

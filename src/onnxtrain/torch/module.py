@@ -33,7 +33,7 @@ from onnxtrain.graph.simplify import simplify
 from onnxtrain.modes import running_statistics
 from onnxtrain.modes.randomness import portable_dropout
 from onnxtrain.runtime import session as runtime
-from onnxtrain.torch.checking import restore_statistics
+from onnxtrain.torch.checking import detached_copy, restore_statistics
 from onnxtrain.torch.export import export_module, last_report
 from onnxtrain.torch.exporters import ExportError
 
@@ -335,9 +335,11 @@ def compile_call(
             symbolic.
     """
     device = _device(module, call)
+    call = dataclasses.replace(call, tensors=detached_copy(call.tensors))
     with torch.no_grad(), torch.random.fork_rng(devices=[]), restore_statistics(module):
         args, kwargs = call.arguments(call.tensors)
         leaves, structure = pytree.tree_flatten(module(*args, **kwargs))
+    _check_inputs_unchanged(module, call.tensors)
     model = _export(module, call, previous)
     parameters, initializers = _distinct_parameters(model)
     input_names = [x.name or "" for x in model.graph.inputs]
@@ -391,6 +393,17 @@ def compile_call(
         )
     _split_graphs(compiled, work, wrt, threads)
     return compiled
+
+
+def _check_inputs_unchanged(module: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise if a forward pass on these fresh copies changed one: sessions never write to inputs."""
+    changed = [str(i) for i, t in enumerate(tensors) if not t.is_inference() and t._version]
+    if changed:
+        raise ExportError(
+            f"{type(module).__name__} changes its input in place: tensor {', '.join(changed)}\n"
+            "hint: use the form that returns a new tensor, such as nn.ReLU(inplace=False), or "
+            "clone the input in forward"
+        )
 
 
 class _TensorsOnly(nn.Module):
