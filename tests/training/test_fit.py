@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,18 @@ def test_all_kinds_of_data_give_the_same_run(artifacts: Artifacts) -> None:
         assert len(history.steps) == 10
         runs.append(history.losses)
     assert all(losses_ == runs[0] for losses_ in runs)
+
+
+def test_a_generator_function_without_arguments_is_called_once_per_epoch() -> None:
+    x, labels = data(32)
+
+    def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for start in range(0, 32, 8):
+            yield x[start : start + 8], labels[start : start + 8]
+
+    expected = Trainer(made()).fit(lambda epoch: batches(), epochs=2, progress=False)
+    assert Trainer(made()).fit(batches, epochs=2, progress=False).losses == expected.losses
+    assert len(expected.losses) == 8
 
 
 def test_a_loader_with_a_generator_is_seeded(artifacts: Artifacts) -> None:

@@ -76,6 +76,13 @@ def test_frames_and_series_as_x_and_y() -> None:
     assert Trainer(made()).fit(x.to_numpy(), frame[["label"]], progress=False).losses == expected
 
 
+def test_columns_that_pandas_numbers() -> None:
+    x, labels = data(40)
+    frame = pandas(dict(enumerate(x.T)) | {"labels": labels})
+    expected = Trainer(made()).fit((x, labels), progress=False).losses
+    assert Trainer(made()).fit(frame, progress=False).losses == expected
+
+
 def test_class_names_that_a_hugging_face_data_set_declares() -> None:
     x, labels = data(40)
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")

@@ -8,6 +8,7 @@ run sees the same ones. :func:`explain_label_error` names the row of a label tha
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -78,8 +79,8 @@ def as_source(
     Args:
         data: arrays (a dict by name, or a tuple by position), a table (pandas, polars, Arrow, a
             Hugging Face ``Dataset``) or the path of a file, which are cut into batches; a list or
-            other iterable of batches, each one of these or a :class:`Batch`; or a function from the
-            epoch to such an iterable.
+            other iterable of batches, each one of these or a :class:`Batch`; or a function that
+            returns such an iterable, with the epoch as its argument or without arguments.
         specs: the inputs and targets of a batch.
         batch_size: for arrays, tables and files.
         shuffle: shuffle arrays in each epoch; the order depends on seed and epoch only.
@@ -93,8 +94,7 @@ def as_source(
     elif (columns := columns_of(data, specs)) is not None:
         arrays, known = arrays_of(columns, specs, _feature_names(data, specs) | known)
     elif callable(data) and not hasattr(data, "__iter__"):
-        make_batches: Any = data
-        return Batches(make_batches, specs, known)
+        return Batches(_function_of_epoch(data), specs, known)
     elif isinstance(data, Iterable):
         return Batches(_per_epoch(data, seed), specs, known)
     elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
@@ -110,6 +110,16 @@ def as_source(
     return Arrays(
         arrays, specs, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, classes=known
     )
+
+
+def _function_of_epoch(function: Callable[..., Any]) -> Callable[[int], Iterable[Any]]:
+    try:
+        inspect.signature(function).bind(0)
+    except TypeError:
+        return lambda epoch: function()
+    except ValueError:  # a builtin without a signature
+        pass
+    return function
 
 
 def with_targets(data: Any, y: Any) -> Any:
@@ -213,10 +223,13 @@ class _TableColumns(Mapping[str, Any]):
     def __init__(self, table: Any, names: Sequence[str]) -> None:
         # Hugging Face: whole columns of arrays instead of one Python object per cell.
         self._table = table.with_format("numpy") if hasattr(table, "with_format") else table
+        # pandas numbers columns without names: 0, 1, ...
+        labels = names if hasattr(table, "column_names") else table.columns
+        self._labels = dict(zip(names, labels, strict=True))
         self._names = list(names)
 
     def __getitem__(self, name: str) -> Any:
-        values = self._table[name]
+        values = self._table[self._labels.get(name, name)]
         return values[:] if hasattr(self._table, "with_format") else values
 
     def __iter__(self) -> Iterator[str]:
