@@ -2,7 +2,8 @@
 
 A message states what is wrong (the user's names in quotes), where (node, dtype, shape), and how to
 fix it on a line that starts with ``hint:``. Hints use the arguments of the call that the user made:
-``freeze`` in ``build``, otherwise ``wrt``.
+``freeze`` in ``build``, otherwise ``wrt``; on the command line, flags (:func:`argument`,
+:func:`by_caller`).
 """
 
 from __future__ import annotations
@@ -101,6 +102,37 @@ def hints_name_freeze() -> Generator[None]:
 def exclusion_hint(what: str) -> str:
     """Return a hint how to exclude ``what`` from differentiation."""
     return f"name {what} in `freeze`" if _FREEZES.get() else f"leave {what} out of `wrt`"
+
+
+_FLAGS: contextvars.ContextVar[bool] = contextvars.ContextVar("flags", default=False)
+
+
+@contextlib.contextmanager
+def hints_name_flags() -> Generator[None]:
+    """Make hints name flags of the command line instead of Python arguments in this context."""
+    token = _FLAGS.set(True)
+    try:
+        yield
+    finally:
+        _FLAGS.reset(token)
+
+
+def by_caller(python: str, command_line: str) -> str:
+    """Return the text for a caller in Python, or the one for the command line."""
+    return command_line if _FLAGS.get() else python
+
+
+def argument(name: str, value: object = True) -> str:
+    """Return how the caller passes an option.
+
+    >>> argument("batch_size", 32), argument("schedule", "cosine")
+    ('batch_size=32', "schedule='cosine'")
+    >>> with hints_name_flags():
+    ...     argument("batch_size", 32), argument("resume")
+    ('--batch-size 32', '--resume')
+    """
+    flag = f"--{name.replace('_', '-')}"
+    return by_caller(f"{name}={value!r}", flag if value is True else f"{flag} {value}")
 
 
 def expected_one_of(name: str, known: Iterable[str]) -> str:

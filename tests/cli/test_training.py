@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -115,10 +116,47 @@ def test_resume(place: Path) -> None:
     art, out = place / "art", place / "out"
     common = ("--data", place / "train.npz", "--quiet", "--out", out)
     run("train", art, *common, "--epochs", 2, "--checkpoint-every", 2)
-    with pytest.raises(OnnxTrainError, match=r"already contains a run.*\nhint: resume=True"):
+    with pytest.raises(OnnxTrainError, match=r"already contains a run.*\nhint: --resume cont"):
         run("train", art, *common, "--epochs", 3)
     assert "trained to step 15" in run("train", art, *common, "--epochs", 3, "--resume")
     assert Trainer(art).global_step == 15
+
+
+def test_interrupt_exits_with_130(place: Path) -> None:
+    """The directory keeps its weights, and the message says how to continue."""
+    script = (
+        "import os, signal, sys\n"
+        "from onnxtrain.cli.main import main\n"
+        "from onnxtrain.training.fit import Run\n"
+        "record = Run._record_step\n"
+        "def press(self, *a):\n"
+        "    record(self, *a)\n"
+        "    if self.batch == 3: os.kill(os.getpid(), signal.SIGINT)\n"
+        "Run._record_step = press\n"
+        "main()\n"
+    )
+    art = place / "art"
+    before = (art / "checkpoint").read_bytes()
+    command = [sys.executable, "-c", script, "train", art, "--data", place / "train.npz", "--quiet"]
+    done = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 130
+    last = art / "run" / "checkpoints" / "step-000000003.safetensors"
+    assert done.stderr.splitlines() == [
+        f"fit was interrupted after step 3; saved {last}",
+        "hint: the same command with --resume continues",
+    ]
+    assert done.stdout == ""
+    assert (art / "checkpoint").read_bytes() == before
+    assert "trained to step 5" in run("train", art, "--data", place / "train.npz", "--resume")
+
+
+def test_flags_of_other_programs(place: Path) -> None:
+    words = ["train", place / "art", "--data", place / "train.npz", "--learning-rate", "0.1"]
+    result = CliRunner().invoke(app, [str(w) for w in words], env={"COLUMNS": "120"})
+    assert result.exit_code == 2
+    assert re.search(r"No such option: --learning-rate.*--lr\b", result.output, re.DOTALL)
 
 
 def test_resume_keeps_settings(place: Path) -> None:
@@ -256,7 +294,9 @@ def test_labels_out_of_range(place: Path) -> None:
     x, labels = data(160)
     labels[100] = 3
     np.savez(place / "labels.npz", x=x, labels=labels)
-    with pytest.raises(LabelError, match="'labels' has 3 in row 100; the model has 3 classes"):
+    with pytest.raises(
+        LabelError, match=r"'labels' has 3 in .*labels\.npz: row 100; the model has 3"
+    ):
         run("train", place / "art", "--data", place / "labels.npz", "--quiet")
 
 

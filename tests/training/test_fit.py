@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,8 +24,10 @@ from onnxtrain.manifest import TensorSpec
 from onnxtrain.optim import schedules
 from onnxtrain.training import Callback, EarlyStopping, Run, StepResult, Trainer
 from onnxtrain.training.data import as_source, shuffled
+from onnxtrain.training.fit import CheckpointRotation
 from onnxtrain.training.metrics import crc32c
-from tests.artifacts.models import classifier, data, finished, graph, weight
+from tests.artifacts.models import classifier, data, finished, graph, weight, with_norm
+from tests.training.made import same
 
 LOSS = [losses.LossTerm("cross_entropy", output="scores")]
 
@@ -385,13 +389,70 @@ def test_nan_loss(layout: str) -> None:
         quiet(trainer, [bad], debug_nan=True)
     assert "from 'MatMul' (float32[2, 1], -" in str(caught.value)
     nan = (np.full((2, 2), np.nan, np.float32), good[1])
-    with pytest.raises(
-        NonFiniteError, match=r"not finite: 'x' of the batch \(float32\[2, 2\], 4 NaN"
-    ):
-        quiet(trainer, [nan])
+    for debug in (False, True):
+        with pytest.raises(NonFiniteError) as caught:
+            quiet(trainer, [nan], debug_nan=debug)
+        _, first, rows, hint = str(caught.value).splitlines()
+        assert first.endswith("not finite: 'x' of the batch (float32[2, 2], 4 NaN, 0 infinite)")
+        assert rows == "  in rows 0, 1 of the batch"
+        assert hint.startswith("hint: remove these rows or replace the values")
     trainer.parameters["w"] = [[np.inf], [1]]
     with pytest.raises(NonFiniteError, match="not finite: parameter 'w'"):
         quiet(trainer, [good])
+
+
+@pytest.mark.parametrize(
+    ("layout", "optimizer", "accumulate"),
+    [
+        ("fused", "adamw", 1),
+        ("separate", "adamw", 1),
+        ("separate", "adamw", 2),
+        ("vector", "adamw", 1),
+        ("vector", "sgd", 1),
+    ],
+)
+def test_step_with_nan_changes_nothing(layout: str, optimizer: str, accumulate: int) -> None:
+    """Weights, state and running statistics stay; the next step is the one without the bad one."""
+    artifacts = build(
+        with_norm(training=True), loss="mse", optimizer=optimizer, accumulate=accumulate, ema=0.9
+    )
+    rng = np.random.default_rng(0)
+    good = [
+        (
+            rng.standard_normal((6, 4, 5)).astype(np.float32),
+            rng.standard_normal((6, 3)).astype(np.float32),
+        )
+        for _ in range(4)
+    ]
+    trainer, plain = (Trainer(artifacts, layout=layout) for _ in range(2))
+    for batch in good:
+        for bad in (np.nan, np.inf):
+            x = batch[0].copy()
+            x[0, 0, 0] = bad
+            before, step = trainer.state_dict(), trainer.global_step
+            result = trainer.step(x, batch[1])
+            assert not np.isfinite(result.loss)
+            assert not result.updated
+            assert trainer.global_step == step
+            same(before, trainer.state_dict())
+        assert trainer.step(*batch).loss == plain.step(*batch).loss
+    same(trainer.state_dict(), plain.state_dict())
+
+
+def test_nan_names_the_row_of_the_data(tmp_path: Path) -> None:
+    """Rows are counted in the data as it was given, not in the shuffled batch; CSV has lines."""
+    x, labels = data(40)
+    x[[17, 31], 2] = np.nan
+    for given, place in (((x, labels), "rows 17, 31"), (tmp_path / "a.csv", "lines 19, 33")):
+        if isinstance(given, Path):
+            table = np.hstack([x, labels[:, None]])
+            names = ",".join([*(f"x{i}" for i in range(6)), "labels"])
+            np.savetxt(given, table, delimiter=",", header=names, comments="")
+            place = f"{given}: {place}"
+        for seed in (0, 1):
+            with pytest.raises(NonFiniteError) as caught:
+                quiet(Trainer(made(), seed=seed), given, batch_size=40)
+            assert str(caught.value).splitlines()[2] == f"  in {place}"
 
 
 @pytest.mark.parametrize("layout", ["fused", "separate"])
@@ -417,23 +478,57 @@ def test_interrupt_saves_and_stops(tmp_path: Path, accumulate: int) -> None:
             if run.batch == 4:
                 os.kill(os.getpid(), signal.SIGINT)
 
-    before = signal.getsignal(signal.SIGINT)
-    history = quiet(
-        Trainer(artifacts),
-        data(96),
-        epochs=3,
-        batch_size=8,
-        directory=tmp_path,
-        callbacks=[Press()],
-    )
+    before, press = signal.getsignal(signal.SIGINT), Press()
+    options = {"epochs": 3, "batch_size": 8, "directory": tmp_path, "callbacks": [press]}
+    with pytest.raises(KeyboardInterrupt) as caught:
+        quiet(Trainer(artifacts), data(96), **options)
     assert signal.getsignal(signal.SIGINT) is before
-    assert history.stopped == "interrupted"
+    last = CheckpointRotation(tmp_path / "checkpoints").newest()
+    head, hint = str(caught.value).splitlines()
+    assert head.endswith(f"; saved {last}")
+    assert hint == f"hint: fit(..., directory={str(tmp_path)!r}, resume=True) continues"
     whole = quiet(Trainer(artifacts), data(96), epochs=3, batch_size=8)
     rest = quiet(
         Trainer(artifacts), data(96), epochs=3, batch_size=8, directory=tmp_path, resume=True
     )
     assert rest.losses == whole.losses
     assert rest.epochs == whole.epochs
+
+
+def test_interrupt_without_a_directory() -> None:
+    """The caller is told that nothing was saved; the trainer has the weights of the last step."""
+
+    def press(run: Run, result: StepResult) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    callback = Callback()
+    callback.on_step = press  # type: ignore[method-assign]
+    trainer = Trainer(made())
+    with pytest.raises(
+        KeyboardInterrupt, match=r"after step 1; nothing was saved\nhint: trainer\."
+    ):
+        quiet(trainer, data(96), epochs=3, batch_size=8, callbacks=[callback])
+    assert trainer.global_step == 1
+
+
+def test_interrupted_script_exits_with_130() -> None:
+    """The next line of a script does not run."""
+    script = (
+        "import os, signal, onnxtrain\n"
+        "from onnxtrain.examples import digits_data, digits_model\n"
+        "class Press(onnxtrain.Callback):\n"
+        "    def on_step(self, run, result): os.kill(os.getpid(), signal.SIGINT)\n"
+        "art = onnxtrain.build(digits_model(), loss='cross_entropy', optimizer='sgd')\n"
+        "trainer = onnxtrain.Trainer(art)\n"
+        "trainer.fit(digits_data(64), callbacks=[Press()], progress=False)\n"
+        "print('exported')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode in (-signal.SIGINT, 128 + signal.SIGINT)
+    assert "exported" not in done.stdout
+    assert "KeyboardInterrupt: fit was interrupted after step 1; nothing was saved" in done.stderr
 
 
 # -- what is shown ----------------------------------------------------------------------

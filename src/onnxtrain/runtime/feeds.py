@@ -9,13 +9,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from onnxtrain.errors import ShapeError
+from onnxtrain.errors import ShapeError, argument
 from onnxtrain.manifest import TensorSpec
-
-_FIXED = (
-    "\nhint: the model fixes the batch size: use batch_size={size} (--batch-size {size}), or build "
-    "from a model with a symbolic batch size"
-)
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
@@ -113,7 +108,7 @@ def _match_input(
     for axis, (have, dim) in enumerate(zip(array.shape, spec.shape, strict=True)):
         if isinstance(dim, int):
             if have != dim:
-                hint = _shape_hint(spec, array) if axis else _FIXED.format(size=dim)
+                hint = _shape_hint(spec, array) if axis else _fixed_hint(dim)
                 raise ShapeError(f"{expected}, got shape {list(array.shape)}{hint}")
         elif dim.isidentifier():
             known = sizes.setdefault(dim, (have, spec.name))
@@ -122,6 +117,13 @@ def _match_input(
                     f"{expected}, but {dim} is {have} here and {known[0]} in {known[1]!r}"
                 )
     return np.ascontiguousarray(array).reshape(array.shape)
+
+
+def _fixed_hint(size: int) -> str:
+    return (
+        f"\nhint: the model fixes the batch size: use {argument('batch_size', size)}, or build "
+        "from a model with a symbolic batch size"
+    )
 
 
 def _shape_hint(spec: TensorSpec, array: np.ndarray) -> str:

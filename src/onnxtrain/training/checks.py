@@ -19,10 +19,11 @@ import numpy as np
 import onnx
 
 from onnxtrain.artifacts import Artifacts
-from onnxtrain.errors import CheckpointError, OnnxTrainError
+from onnxtrain.errors import CheckpointError, OnnxTrainError, argument, by_caller
 from onnxtrain.runtime import session as runtime
 
 if TYPE_CHECKING:
+    from onnxtrain.training.data import Batch
     from onnxtrain.training.trainer import Trainer
 
 
@@ -45,36 +46,61 @@ def explain_nonfinite_loss(
     trainer: Trainer,
     feeds: Mapping[str, np.ndarray],
     computed: Mapping[str, np.ndarray],
+    batch: Batch,
     *,
     debug: bool,
 ) -> str:
     """Return why the loss of a batch is not finite; the step must not be committed yet."""
     head = f"the loss of step {trainer.global_step + 1} is {float(computed[trainer.loss_name])}"
+    if found := _nonfinite_data(feeds, batch):
+        return f"{head}\n{found}"
     values = [(f"parameter {n!r}", trainer.view(n)) for n in trainer.parameters]
     values += [(f"buffer {n!r}", trainer.view(n)) for n in trainer.buffers]
-    batch = [(f"{n!r} of the batch", a) for n, a in feeds.items()]
     outputs = [(f"output {n!r}", a) for n, a in computed.items() if n != trainer.loss_name]
-    first = first_nonfinite([*batch, *values, *outputs])
+    first = first_nonfinite([*values, *outputs])
     lines = [head, f"  first tensor that is not finite: {first or 'the loss itself'}"]
     if debug:
-        lines.append(
-            f"  {find_nonfinite_node(*trainer.debug_feeds(feeds)) or 'no node computes it'}"
-        )
+        lines.append(f"  {_nonfinite_node(trainer, feeds)}")
     else:
-        lines.append("hint: debug_nan=True finds the node; the weights are those before this step")
+        lines.append(
+            f"hint: {argument('debug_nan')} finds the node; the weights are those before this step"
+        )
     return "\n".join(lines)
 
 
-def explain_nonfinite_update(trainer: Trainer, feeds: Mapping[str, np.ndarray]) -> str | None:
+def _nonfinite_data(feeds: Mapping[str, np.ndarray], batch: Batch) -> str | None:
+    """Return which rows of the data are not finite, or ``None`` if the batch is finite."""
+    for name, array in feeds.items():
+        if is_finite(array):
+            continue
+        bad = ~np.isfinite(array.astype(np.float32) if array.dtype.kind == "V" else array)
+        rows = np.flatnonzero(bad.reshape(len(bad), -1).any(1)) if bad.ndim else []
+        places = f"\n  in {batch.places([int(r) for r in rows])}" if len(rows) else ""
+        return (
+            f"  first tensor that is not finite: {name!r} of the batch ({_describe_array(array)})"
+            f"{places}\nhint: remove these rows or replace the values; the weights are those "
+            "before this step"
+        )
+    return None
+
+
+def explain_nonfinite_update(
+    trainer: Trainer, feeds: Mapping[str, np.ndarray], batch: Batch
+) -> str | None:
     """Return which new value or gradient of a step is not finite, or ``None``."""
     first = first_nonfinite(trainer.pending_updates())
     if first is None or trainer.manifest.options.get("loss_scale"):  # loss scaling skips the step
         return None
+    head = f"step {trainer.global_step + 1} has a finite loss, but its update is not finite"
+    if found := _nonfinite_data(feeds, batch):
+        return f"{head}\n{found}"
+    node = _nonfinite_node(trainer, feeds)
+    return f"{head}\n  first tensor that is not finite: {first}\n  {node}"
+
+
+def _nonfinite_node(trainer: Trainer, feeds: Mapping[str, np.ndarray]) -> str:
     node = find_nonfinite_node(*trainer.debug_feeds(feeds))
-    return (
-        f"step {trainer.global_step + 1} has a finite loss, but its update is not finite\n"
-        f"  first tensor that is not finite: {first}\n  {node or 'no node computes it'}"
-    )
+    return node or "no node of this step computes it from finite values"
 
 
 def nonfinite_weights(trainer: Trainer) -> dict[str, str]:
@@ -189,7 +215,11 @@ def check_origin(
         raise CheckpointError(
             f"{label}: another model, loss or optimizer wrote this checkpoint\n  "
             + "\n  ".join(listing)
-            + "\nhint: load(..., strict=False) accepts it; load_weights() loads the weights only"
+            + "\nhint: "
+            + by_caller(
+                "load(..., strict=False) accepts it; load_weights() loads the weights only",
+                "pass a checkpoint of these artifacts, or build them with its settings",
+            )
         )
     return {**meta, "differences": listing} if listing else meta
 

@@ -64,7 +64,18 @@ class Origin(NamedTuple):
 
     def row(self, row: int) -> str:
         """Return the place of a row."""
-        return f"{self.prefix}line {self.lines[row]}" if self.lines else f"{self.prefix}row {row}"
+        return self.rows([row])
+
+    def rows(self, rows: Sequence[int]) -> str:
+        """Return the places of rows.
+
+        >>> Origin().rows([4, 9]), Origin("a.csv", [2, 3, 5]).row(2)
+        ('rows 4, 9', 'a.csv: line 5')
+        """
+        noun, numbers = ("line", [self.lines[r] for r in rows]) if self.lines else ("row", rows)
+        plural, more = "s" if len(rows) > 1 else "", f" and {len(rows) - 5} more"
+        listing = ", ".join(map(str, numbers[:5])) + (more if len(rows) > 5 else "")
+        return f"{self.prefix}{noun}{plural} {listing}"
 
 
 def arrays_of(

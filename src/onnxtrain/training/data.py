@@ -18,11 +18,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.errors import LabelError, OnnxTrainError, ShapeError
+from onnxtrain.errors import LabelError, OnnxTrainError, ShapeError, by_caller
 from onnxtrain.manifest import TensorSpec
 from onnxtrain.runtime import session as runtime
 from onnxtrain.runtime.feeds import has_shape, match_target, to_array
-from onnxtrain.training.columns import Classes, Columns, arrays_of
+from onnxtrain.training.columns import Classes, Columns, Origin, arrays_of
 from onnxtrain.training.data_files import read_data
 
 if TYPE_CHECKING:
@@ -39,6 +39,14 @@ class Batch(NamedTuple):
     """Indices of its samples in the data, if they are known."""
     weight: int | None = None
     """Weight in means over batches; the number of samples by default."""
+    origin: Origin = Origin()
+    """Where the rows come from, for messages."""
+
+    def places(self, indices: Sequence[int]) -> str:
+        """Return where samples of the batch come from, as text."""
+        if self.rows is None:
+            return f"{Origin().rows(indices)} of the batch"
+        return self.origin.rows(sorted(int(self.rows[i]) for i in indices))
 
     @property
     def size(self) -> int:
@@ -89,8 +97,9 @@ def as_source(
         classes: class names by target; by default the sorted labels of the data.
     """
     known = {name: list(names) for name, names in (classes or {}).items()}
+    origin = Origin()
     if isinstance(data, str | os.PathLike):
-        arrays, known = read_data(data, specs, known)
+        arrays, known, origin = read_data(data, specs, known)
     elif (columns := columns_of(data, specs)) is not None:
         arrays, known = arrays_of(columns, specs, _feature_names(data, specs) | known)
     elif callable(data) and not hasattr(data, "__iter__"):
@@ -108,7 +117,14 @@ def as_source(
             "hint: pass a tuple or dict of arrays, a table, a path, or an iterable of batches"
         )
     return Arrays(
-        arrays, specs, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, classes=known
+        arrays,
+        specs,
+        batch_size,
+        shuffle=shuffle,
+        seed=seed,
+        drop_last=drop_last,
+        classes=known,
+        origin=origin,
     )
 
 
@@ -281,6 +297,7 @@ class Arrays:
         seed: int,
         drop_last: bool,
         classes: Classes,
+        origin: Origin = Origin(),  # noqa: B008
     ) -> None:
         if batch_size < 1:
             raise ShapeError(f"batch_size must be at least 1, got {batch_size}")
@@ -292,13 +309,13 @@ class Arrays:
             listing = ", ".join(f"{n}: {len(a)}" for n, a in arrays.items())
             raise ShapeError(f"arrays have different lengths: {listing}")
         (self.samples,) = lengths
-        self.classes = classes
+        self.classes, self._origin = classes, origin
         self._size, self._shuffle, self._seed = batch_size, shuffle, seed
         self._end = self.samples - self.samples % batch_size if drop_last else self.samples
         if not self._end:
             raise ShapeError(
                 f"{self.samples} samples are fewer than one batch of {batch_size}\n"
-                "hint: use a smaller batch_size, or drop_last=False"
+                f"hint: use a smaller {by_caller('batch_size, or drop_last=False', '--batch-size')}"
             )
         # Targets as a whole: an error names the row of the data, before the first step.
         targets = {s.name: s for s in specs if s.role == "target"}
@@ -316,7 +333,7 @@ class Arrays:
             end = min(first + self._size, self._end)
             index = slice(first, end) if order is None else order[first:end]
             rows = np.arange(first, end) if order is None else order[first:end]
-            yield Batch({n: a[index] for n, a in self._arrays.items()}, rows)
+            yield Batch({n: a[index] for n, a in self._arrays.items()}, rows, origin=self._origin)
 
 
 class Batches:
@@ -430,34 +447,35 @@ def explain_label_error(
     trainer: Trainer,
     error: OnnxTrainError,
     feeds: Mapping[str, np.ndarray],
-    rows: np.ndarray | None = None,
+    batch: Batch | None = None,
 ) -> OnnxTrainError:
     """Return an error that names the wrong label of a batch, if one is the cause.
 
     Args:
         trainer: ran the batch.
         error: onnxruntime's error, which is returned if the labels are fine.
-        feeds: the batch.
-        rows: indices of the batch's rows in the data.
+        feeds: the arrays of the batch.
+        batch: knows where its rows come from.
     """
     if trainer.manifest.model("eval") is None:
         return error
     targets = {t.name: feeds[t.name] for t in trainer.batch_specs if t.role == "target"}
-    problem = label_problem(runtime.load_graph(trainer.artifacts.source("eval")), targets, rows)
+    model = runtime.load_graph(trainer.artifacts.source("eval"))
+    problem = label_problem(model, targets, batch or Batch({}))
     return error if problem is None else LabelError(problem)
 
 
 def label_problem(
-    model: onnx.ModelProto, batch: Mapping[str, np.ndarray], rows: np.ndarray | None = None
+    model: onnx.ModelProto, targets: Mapping[str, np.ndarray], batch: Batch
 ) -> str | None:
     """Return the message for the first label of a batch that is not a class, if there is one.
 
     Args:
         model: computes the loss.
-        batch: arrays by input name.
-        rows: indices of the batch's rows in the data.
+        targets: arrays by name.
+        batch: knows where its rows come from.
     """
-    for name, labels in batch.items():
+    for name, labels in targets.items():
         if labels.dtype.kind not in "iu" or not labels.ndim:
             continue
         known = label_classes(model, name)
@@ -468,8 +486,7 @@ def label_problem(
             bad &= labels != ignored
         if bad.any():
             index = tuple(int(i) for i in np.argwhere(bad)[0])
-            value, row = int(labels[index]), index[0]
-            where = f"row {row} of the batch" if rows is None else f"row {int(rows[row])}"
+            value, where = int(labels[index]), batch.places(index[:1])
             many = f" (and {int(bad.sum()) - 1} more of the batch)" if bad.sum() > 1 else ""
             return (
                 f"{name!r} has {value} in {where}{many}; the model has {known.size} classes: "

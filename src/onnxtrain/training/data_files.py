@@ -53,6 +53,8 @@ class DataFile(NamedTuple):
     """Arrays by the names of inputs and targets."""
     classes: Classes
     """Class names by target, in the order of their indices, if the file has text labels."""
+    origin: Origin = Origin()
+    """Where rows come from, for messages."""
 
 
 def read_data(
@@ -76,9 +78,11 @@ def read_data(
     if path.is_dir():
         return DataFile(*read_image_folder(path, specs, known))
     if path.suffix.lower() not in (*_DELIMITERS, *_JSON_LINES_SUFFIXES):
-        return DataFile(*arrays_of(read_npz(path), specs, known, Origin(str(path))))
-    columns, lines = _columns(path)
-    return DataFile(*arrays_of(columns, specs, known, Origin(str(path), lines)))
+        columns, origin = read_npz(path), Origin(str(path))
+    else:
+        columns, lines = _columns(path)
+        origin = Origin(str(path), lines)
+    return DataFile(*arrays_of(columns, specs, known, origin), origin)
 
 
 def read_images(

@@ -43,7 +43,7 @@ import numpy as np
 
 from onnxtrain import thresholds as T
 from onnxtrain.artifacts import Artifacts
-from onnxtrain.errors import CheckpointError, OnnxTrainError
+from onnxtrain.errors import CheckpointError, OnnxTrainError, by_caller
 from onnxtrain.manifest import ModelSpec, TensorSpec
 from onnxtrain.runtime import session as runtime
 from onnxtrain.runtime.binding import Arrays, BoundSession, open_session
@@ -111,15 +111,19 @@ def resolve_layout(artifacts: Artifacts, layout: str, device: str) -> str:
     if manifest.accumulate > 1 and layout != "separate":
         raise OnnxTrainError(
             f"layout={layout!r} cannot accumulate gradients, and these artifacts accumulate over "
-            f"{manifest.accumulate} batches\nhint: Trainer(..., layout='separate')"
+            f"{manifest.accumulate} batches\nhint: {_layout_hint('separate')}"
         )
     role = LAYOUTS[layout].batch_model
     if manifest.model(role) is None:
         raise OnnxTrainError(
             f"layout={layout!r} needs a {role} model, and these artifacts have none\n"
-            "hint: Trainer(..., layout='auto')"
+            f"hint: {_layout_hint('auto')}"
         )
     return layout
+
+
+def _layout_hint(layout: str) -> str:
+    return by_caller(f"Trainer(..., layout={layout!r})", f"--layout {layout}")
 
 
 def require_spec(artifacts: Artifacts, role: str) -> ModelSpec:

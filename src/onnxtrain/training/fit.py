@@ -39,6 +39,8 @@ from onnxtrain.errors import (
     NonFiniteError,
     OnnxTrainError,
     ShapeError,
+    argument,
+    by_caller,
 )
 from onnxtrain.graph.io.writer import as_save_error
 from onnxtrain.optim.schedules import Schedule, from_dict, rescale_schedule, resolve_schedule
@@ -68,6 +70,7 @@ CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in a run's directory."""
 BEST = "best.safetensors"
 """File of the best epoch's checkpoint."""
+_INTERRUPTED = "interrupted"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -302,7 +305,26 @@ class Run:
             callback.on_end(self)
         self.trainer.lr = self.base_lr
         self.history.stopped = self.stop
+        if self.stop == _INTERRUPTED:
+            # Only now: a script that goes on would take half-trained weights for the result.
+            raise KeyboardInterrupt(self._interrupt_message())
         return self.history
+
+    def _interrupt_message(self) -> str:
+        """Return what Ctrl-C has stopped, what is saved, and how to resume."""
+        trainer, directory = self.trainer, self.options.directory
+        head = f"fit was interrupted after step {trainer.global_step}"
+        last = None if self.rotation is None else self.rotation.newest()
+        if last is None:
+            return (
+                f"{head}; nothing was saved\n"
+                "hint: trainer.save(path) saves the weights of this step; fit(..., "
+                "directory='runs/first') saves them on Ctrl-C"
+            )
+        python = f"fit(..., directory={str(directory)!r}, resume=True) continues"
+        return f"{head}; saved {last}\nhint: " + by_caller(
+            python, "the same command with --resume continues"
+        )
 
     def _epoch(self) -> None:
         for batch in self.source.batches(self.epoch, self.batch):
@@ -324,12 +346,13 @@ class Run:
         try:
             outputs = trainer.compute(feeds)
         except LabelError as error:
-            raise explain_label_error(trainer, error, feeds, batch.rows) from error
+            raise explain_label_error(trainer, error, feeds, batch) from error
         if not is_finite(outputs[trainer.loss_name]):
+            debug = self.options.debug_nan
             raise NonFiniteError(
-                explain_nonfinite_loss(trainer, feeds, outputs, debug=self.options.debug_nan)
+                explain_nonfinite_loss(trainer, feeds, outputs, batch, debug=debug)
             )
-        if self.options.debug_nan and (problem := explain_nonfinite_update(trainer, feeds)):
+        if self.options.debug_nan and (problem := explain_nonfinite_update(trainer, feeds, batch)):
             raise NonFiniteError(problem)
         result = trainer.commit(outputs)
         self.batch += 1
@@ -387,7 +410,7 @@ class Run:
             f"weights are not finite after step {self.trainer.global_step}, "
             f"although its loss was:\n  {listing}\n"
             + (f"hint: {last} is the last good checkpoint; " if last else "hint: ")
-            + "debug_nan=True stops before such an update; try a lower learning rate"
+            + f"{argument('debug_nan')} stops before such an update; try a lower learning rate"
         )
 
     def _checkpoint(self) -> None:
@@ -425,7 +448,8 @@ class Run:
         if path is not None and not options.resume:
             raise OnnxTrainError(
                 f"{options.directory} already contains a run: {path.name}\n"
-                "hint: resume=True continues it; otherwise choose another directory"
+                f"hint: {argument('resume')} continues it; "
+                + by_caller("otherwise choose another directory", "--out DIRECTORY starts another")
             )
         return path
 
@@ -475,7 +499,7 @@ class Run:
 
         def handle(number: int, frame: Any) -> None:
             del number, frame
-            self.stop = "interrupted"
+            self.stop = _INTERRUPTED
             signal.signal(signal.SIGINT, before)
 
         signal.signal(signal.SIGINT, handle)
@@ -630,7 +654,7 @@ def check_remaining_schedule(schedule: Schedule, base: float, done: int, total: 
     if not any(schedule.lr(base, step) for step in range(done + 1, total + 1)):
         raise OnnxTrainError(
             f"the learning rate would be 0 from step {done + 1} to the last step, {total}\n"
-            "hint: the schedule has ended; pass another one, such as schedule='cosine'"
+            f"hint: the schedule has ended; pass another one: {argument('schedule', 'cosine')}"
         )
 
 

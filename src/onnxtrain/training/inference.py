@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.artifacts.graphs import dtype_from_name
-from onnxtrain.errors import CheckpointError, OnnxTrainError
+from onnxtrain.errors import CheckpointError, OnnxTrainError, by_caller
 from onnxtrain.graph.io import save as save_model
 from onnxtrain.lowering.lower import lower
 from onnxtrain.manifest import Manifest
@@ -117,7 +117,10 @@ def _with_mapped_weights(
 def fold_constants(model: onnx.ModelProto | ir.Model) -> onnx.ModelProto:
     """Return the model after onnxruntime's optimizations to standard operators."""
     if isinstance(model, ir.Model):
-        raise OnnxTrainError("cannot fold a model with external weights\nhint: export without fold")
+        raise OnnxTrainError(
+            "cannot fold a model with external weights\n"
+            f"hint: export without {by_caller('fold', '--fold')}"
+        )
     ort = runtime.import_onnxruntime()
     with tempfile.TemporaryDirectory() as folder:
         options = ort.SessionOptions()
@@ -226,7 +229,8 @@ def _ema_names(manifest: Manifest) -> dict[str, str]:
     """Return the names of moving averages by the names of their weights."""
     if manifest.options.get("ema") is None:
         raise OnnxTrainError(
-            "these artifacts have no moving average of weights\nhint: build(..., ema=0.999)"
+            "these artifacts have no moving average of weights\nhint: "
+            + by_caller("build(..., ema=0.999)", "onnxtrain build ... --ema 0.999")
         )
     slots = {s.name for s in manifest.state}
     return {p.name: f"{p.name}.ema" for p in manifest.parameters if f"{p.name}.ema" in slots}

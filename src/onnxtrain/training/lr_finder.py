@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from onnxtrain.artifacts.display import Row, SummaryRepr
-from onnxtrain.errors import OnnxTrainError
+from onnxtrain.errors import OnnxTrainError, by_caller
 from onnxtrain.graph.io.writer import bytes_writer, write_files
 from onnxtrain.runtime.feeds import feed
 from onnxtrain.training.checks import check_lr, is_finite
@@ -126,7 +126,9 @@ def find_lr(
     if len(losses) < _MIN_STEPS:
         raise OnnxTrainError(
             f"the loss is not finite after {len(losses)} steps at learning rate {lowest:g}\n"
-            "hint: pass a smaller lowest=; fit(debug_nan=True) finds the node"
+            "hint: pass a smaller "
+            + by_caller("lowest=; fit(debug_nan=True)", "--lowest; train --debug-nan")
+            + " finds the node"
         )
     smoothed = _smooth(losses)
     rates = rates[: len(losses)]

@@ -97,7 +97,7 @@ def evaluate(trainer: Trainer, source: Source) -> Evaluation:
             result = trainer.evaluate_batch(**batch.arrays)
         except LabelError as error:
             feeds = feed(trainer.batch_specs, (), batch.arrays)
-            raise explain_label_error(trainer, error, feeds, batch.rows) from error
+            raise explain_label_error(trainer, error, feeds, batch) from error
         mean.add(result, batch.size)
     if not mean.samples:
         raise ShapeError("the data has no batch to evaluate")

@@ -22,7 +22,8 @@ class StepResult:
     outputs: dict[str, np.ndarray]
     step: int
     updated: bool = True
-    """Whether parameters were updated; with gradient accumulation not after every batch."""
+    """Whether parameters were updated: with gradient accumulation not after every batch, and
+    never if the loss is not finite."""
 
     def __float__(self) -> float:
         return self.loss

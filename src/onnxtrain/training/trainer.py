@@ -24,7 +24,14 @@ from onnxtrain.artifacts import Artifacts
 from onnxtrain.artifacts.directory import split_tensors
 from onnxtrain.artifacts.display import Row, SummaryRepr
 from onnxtrain.checkpoint import load_checkpoint, save_checkpoint, state_key
-from onnxtrain.errors import BusyError, CheckpointError, OnnxTrainError, ShapeError, UncopiableError
+from onnxtrain.errors import (
+    BusyError,
+    CheckpointError,
+    OnnxTrainError,
+    ShapeError,
+    UncopiableError,
+    by_caller,
+)
 from onnxtrain.manifest import ModelSpec, TensorSpec
 from onnxtrain.optim.schedules import Schedule
 from onnxtrain.options import from_arguments
@@ -41,6 +48,7 @@ from onnxtrain.training.checks import (
     check_lr,
     check_origin,
     graph_digests,
+    is_finite,
 )
 from onnxtrain.training.columns import arrays_of, class_names, class_properties
 from onnxtrain.training.data import (
@@ -257,10 +265,15 @@ class Trainer(SummaryRepr):
     def step(self, *batch: Any, **named: Any) -> StepResult:
         """Train on one batch, given by position or by name.
 
+        If the loss is infinite or NaN, nothing changes, and ``updated`` is false.
+
         Raises:
             ShapeError: if the batch or a label does not fit the model; nothing changes then.
         """
-        return self.commit(self.compute(self._feed(batch, named)))
+        outputs = self.compute(self._feed(batch, named))
+        if not is_finite(outputs[self.loss_name]):
+            return self._outputs.result(outputs, self.global_step + 1, updated=False)
+        return self.commit(outputs)
 
     @exclusive
     def compute(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -274,7 +287,10 @@ class Trainer(SummaryRepr):
 
     @exclusive
     def commit(self, outputs: Mapping[str, np.ndarray]) -> StepResult:
-        """Make the last :meth:`compute` current; update parameters after ``accumulate`` batches."""
+        """Make the last :meth:`compute` current; update parameters after ``accumulate`` batches.
+
+        A loss that is infinite or NaN makes the parameters so, too: :meth:`step` checks it first.
+        """
         number = self.global_step + 1
         self._engine.commit()
         self._accumulated += 1
@@ -343,8 +359,12 @@ class Trainer(SummaryRepr):
                 raise ShapeError(
                     f"{' and '.join(names)} of 1 give BatchNormalization one value per channel; "
                     "training needs more\n"
-                    "hint: use another batch_size, drop_last=True if it is the last batch of an "
-                    "epoch, or build(mode='as-is')"
+                    "hint: "
+                    + by_caller(
+                        "use another batch_size, drop_last=True if it is the last batch of an "
+                        "epoch, or build(mode='as-is')",
+                        "use another --batch-size, or onnxtrain build ... --mode as-is",
+                    )
                 )
 
     @exclusive
@@ -644,7 +664,10 @@ class Trainer(SummaryRepr):
         label = repr(os.fsdecode(path))
         if "step" not in meta:
             raise CheckpointError(
-                f"{label} has no training progress\nhint: load_weights() loads plain weights"
+                f"{label} has no training progress\nhint: "
+                + by_caller(
+                    "load_weights() loads plain weights", "pass a checkpoint that a run has written"
+                )
             )
         arrays, progress = self._arrays(tensors, label), self._progress.read(meta, label)
         return LoadedCheckpoint(
