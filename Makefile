@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-full check lower-bounds rule zoo onnxjs lower-zoo ops wild ort-suite bench bench-setup bench-quick bench-build bench-web bench-federated web web-test cpp-test cpp-tools style-transfer federated-demo chromium clean finetune-demo
+.PHONY: help demo test test-fast test-full check lower-bounds rule zoo onnxjs lower-zoo ops wild ort-suite upstream bench bench-setup bench-quick bench-build bench-web bench-federated web web-test cpp-test cpp-tools style-transfer federated-demo chromium clean finetune-demo
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -104,6 +104,9 @@ wild: $(VENV)/.dev  ## files that others made, in .cache/wild; rewrites docs/wil
 
 ort-suite: $(VENV)/.dev  ## onnxruntime's own tests of its training API: make ort-suite ORT_SRC=<checkout>
 	$(BIN)/python -m tests.compat.ort_suite "$(ORT_SRC)"
+
+upstream: $(VENV)/.dev  ## programs of other projects: make upstream UPSTREAM=<folder of checkouts> [ONLY=<project>]
+	$(BIN)/python -m tests.upstream "$(UPSTREAM)" --only "$(ONLY)"
 
 # Other engines, each in its own environment under .cache/bench; torch.compile needs g++.
 bench-setup: $(VENV)/.dev  ## the environments and exported nets of the benchmarks

@@ -17,7 +17,7 @@ SECTIONS = {
     ],
     "Reference": [
         *("generated/api/index", "generated/command-line", "artifacts", "ops", "fused-operators"),
-        *("generated/profiles", "zoo", "wild"),
+        *("generated/profiles", "zoo", "wild", "programs-of-other-projects"),
     ],
     "Internals": [
         *(

@@ -1,0 +1,69 @@
+"""The projects whose programs run here, and the page that shows the outcomes."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.upstream.results import Result, Run, not_passed, summary
+
+PAGE = Path(__file__).parents[2] / "docs" / "programs-of-other-projects.md"
+BEGIN, END = "<!-- results, written by `make upstream` -->", "<!-- end of results -->"
+
+
+@dataclass(frozen=True)
+class Project:
+    """A public repository, and what of it runs here."""
+
+    name: str
+    """Folder of the checkout, module in this package, and heading on the page."""
+    repository: str
+    summary: str
+    """One or two sentences for the page: what runs, what was changed, what is replaced."""
+
+    def run(self, checkout: Path) -> Run:
+        """Run everything of this project in a checkout."""
+        module = importlib.import_module(f"tests.upstream.{self.name.replace('-', '_')}")
+        results: list[Result] = module.run(checkout)
+        command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        return Run(self.name, commit, tuple(results))
+
+
+PROJECTS = (
+    Project(
+        "onnxcustom",
+        "sdpython/onnxcustom",
+        "Its tests of training and its gallery of training programs, in two ways: with imports "
+        "changed to `onnxtrain.compat.onnxcustom`; and on its own library, unchanged, after "
+        "`onnxtrain.compat.ort.install()`. Replaced: mlprodict and pyquickhelper, which do not "
+        "install any more, and names that newer releases of onnx and scikit-learn dropped.",
+    ),
+)
+
+
+def page(runs: Sequence[Run], projects: Sequence[Project] = PROJECTS) -> str:
+    """Return the generated part of the page."""
+    known = {run.project: run for run in runs}
+    there = [p for p in projects if p.name in known]
+    parts = [summary([r for p in there for r in known[p.name].results])]
+    for project in there:
+        run = known[project.name]
+        link = f"[{project.repository}](https://github.com/{project.repository})"
+        parts += [
+            f"## {project.name}",
+            f"{link} at {run.commit[:10]}. {project.summary}",
+            not_passed(run.results) or "Everything passes.",
+        ]
+    return "\n\n".join(parts)
+
+
+def write_page(runs: Sequence[Run], path: Path = PAGE) -> None:
+    """Rewrite the part of the page between the marks."""
+    text = path.read_text()
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    path.write_text(f"{head}{BEGIN}\n\n{page(runs)}\n\n{END}{tail}")

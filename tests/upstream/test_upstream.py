@@ -1,0 +1,93 @@
+"""The harness for programs of other projects; none of these tests needs a checkout."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+from tests.upstream.process import run_script, run_tests
+from tests.upstream.projects import BEGIN, END, PAGE, PROJECTS, page, write_page
+from tests.upstream.results import Result, Run, explain, stored
+
+TESTS = """
+import unittest
+from mlprodict.onnxrt import OnnxInference
+
+class Test(unittest.TestCase):
+    def test_good(self):
+        assert OnnxInference is not None
+
+    def test_bad(self):
+        raise ValueError("rate is 0")
+
+    @unittest.skip("no GPU")
+    def test_skipped(self):
+        pass
+"""
+
+
+def with_stubs() -> None:
+    from tests.upstream import stubs
+
+    stubs.install("mlprodict")
+
+
+def test_outcomes_of_tests(tmp_path: Path) -> None:
+    good, broken = tmp_path / "test_some.py", tmp_path / "test_broken.py"
+    good.write_text(TESTS)
+    broken.write_text("import a_package_that_is_gone")
+    results = run_tests("p", [good, broken], how="tests", setup=f"{__name__}:with_stubs")
+    assert [(r.program, r.outcome, r.reason) for r in results] == [
+        ("test_some.py::Test::test_bad", "fail", "ValueError: rate is 0"),
+        ("test_some.py::Test::test_good", "pass", ""),
+        ("test_some.py::Test::test_skipped", "skip", "no GPU"),
+        (
+            "test_broken.py",
+            "fail",
+            "ModuleNotFoundError: No module named 'a_package_that_is_gone'",
+        ),
+    ]
+
+
+def test_outcomes_of_scripts(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.py", tmp_path / "bad.py"
+    good.write_text("import sys; assert sys.argv[1:] == ['--epochs', '1']")
+    bad.write_text(f"open('{tmp_path}/missing.txt')")
+    result = run_script("p", good, how="programs", arguments=["--epochs", "1"])
+    assert (result.outcome, result.reason) == ("pass", "")
+    result = run_script("p", bad, how="programs")
+    missing = "FileNotFoundError: [Errno 2] No such file or directory: 'missing.txt'"
+    assert (result.outcome, result.reason) == ("fail", missing)
+
+
+def test_a_cause_outside_is_marked_only_where_something_did_not_pass() -> None:
+    results = [Result("p", "a::x", "fail", "error"), Result("p", "a::y", "pass")]
+    first, second = explain(results, {"a::*": "onnx dropped a name"})
+    assert (first.reason, first.outside) == ("onnx dropped a name", True)
+    assert second == results[1]
+
+
+def test_stored_results_come_back(tmp_path: Path) -> None:
+    results = (Result("p", "a", "fail", "no | here", "tests", True), Result("p", "b", "pass"))
+    run = Run("p", "0123456789ab", results)
+    run.store(tmp_path)
+    (again,) = stored(tmp_path)
+    assert set(again.results) == set(results)
+    assert again.commit == run.commit
+
+
+def test_the_page_shows_the_stored_results(tmp_path: Path) -> None:
+    text = PAGE.read_text()
+    assert text.count(BEGIN) == text.count(END) == 1
+    copied = tmp_path / PAGE.name
+    copied.write_text(text)
+    write_page(stored(), copied)
+    assert copied.read_text() == text, "run: make upstream UPSTREAM=<folder>"
+
+
+def test_each_project_can_run_and_has_results() -> None:
+    assert {run.project for run in stored()} == {p.name for p in PROJECTS}
+    for project in PROJECTS:
+        module = importlib.import_module(f"tests.upstream.{project.name.replace('-', '_')}")
+        assert callable(module.run)
+        assert project.name in page(stored())
