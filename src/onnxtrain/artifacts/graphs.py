@@ -338,6 +338,7 @@ def differentiate_loss(
         autocast(model, options.precision.half, target=options.target)
     inputs = list(graph.inputs)
     attached, rng, output_names = _attach_losses(model, options, selection)
+    repairs += attached.repairs
     # Outputs of the model that nobody requested would keep passes from rewriting their producers.
     requested_outputs = {
         attached.loss.name,

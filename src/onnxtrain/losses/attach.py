@@ -26,6 +26,7 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.importer import mark_constants
 from onnxtrain.losses.classification import CrossEntropy
 from onnxtrain.losses.from_model import insert_model
+from onnxtrain.losses.logits import find_logits
 from onnxtrain.losses.loss import FLOAT, INT64, LOSSES, Loss, TargetSpec, reduce
 from onnxtrain.losses.metrics import Metric, metric_by_name
 from onnxtrain.registry import parse_options, unknown_name_error
@@ -165,6 +166,7 @@ class LossContext:
     def __init__(self, model: ir.Model, op: OpBuilder) -> None:
         self.model, self.graph, self.op = model, model.graph, op
         self.own = list(model.graph.outputs)
+        self.repairs: list[str] = []
         self._casts: dict[ir.Value, ir.Value] = {}
 
     @property
@@ -200,6 +202,15 @@ class LossContext:
         if wrong:
             raise PrepareError(f"a loss needs a float output, got {S.describe_value(wrong[0])}")
         return floats
+
+    def scores(self, loss: Loss, y: ir.Value) -> ir.Value:
+        """Return what a loss reads of an output: the logits if the output is their Softmax."""
+        axis = loss.normalized_axis(y)
+        found = find_logits(self.op, type(loss).__name__, loss.reads, y, axis)
+        if found is None:
+            return y
+        self.repairs.append(found.repair)
+        return found.value
 
     def find(self, name: str) -> ir.Value:
         """Return an output or an inner value by name."""
@@ -309,7 +320,7 @@ class Term:
     loss: Loss | None = None
     prediction: ir.Value | None = None
     source: ir.Value | None = None
-    """The prediction before the cast to float32."""
+    """The output of the model; the prediction is its logits, or its cast to float32."""
     targets: Sequence[ir.Value] = ()
 
 
@@ -341,9 +352,13 @@ def _build(scope: LossContext, metric: MetricLike, terms: Sequence[Term]) -> tup
             raise PrepareError(f"not a metric: {type(metric).__name__}")
         return metric.__name__, scope.call(metric, ())
     term = _term_of(metric, terms)
-    prediction = scope.upcast(scope.find(metric.output)) if metric.output else None
-    if prediction is None:
-        prediction = _only_output(scope, metric) if term is None else term.prediction
+    if term is not None and metric.reads_scores:
+        prediction = term.prediction
+    elif metric.output or term is None:
+        found = scope.find(metric.output) if metric.output else _only_output(scope, metric)
+        prediction = scope.upcast(found)
+    else:
+        prediction = term.source and scope.upcast(term.source)
     if metric.target is not None:
         if scope.inputs.get(metric.target) is None:
             raise PrepareError(
@@ -390,7 +405,7 @@ def _only_output(scope: LossContext, metric: Metric) -> ir.Value:
             f"{', '.join(y.name or '' for y in scope.own)}\n"
             f"hint: select one: {type(metric).__name__}(output=...)"
         )
-    return scope.upcast(floats[0])
+    return floats[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -406,6 +421,8 @@ class Attached:
     """Scalars, the outputs after the loss."""
     outputs: dict[str, ir.Value] = dataclasses.field(default_factory=dict)
     """The values named by ``outputs=``."""
+    repairs: tuple[str, ...] = ()
+    """What the losses read instead of outputs of the model, a line each."""
 
 
 def attach_loss(
@@ -453,7 +470,7 @@ def attach_loss(
         [value, *metric_values.values(), *(y for y in kept if y not in metric_values.values())]
     )
     targets = [x for x in model.graph.inputs if x not in before]
-    return Attached(model, value, targets, metric_values, extra)
+    return Attached(model, value, targets, metric_values, extra, tuple(work.repairs))
 
 
 def _is_loss_output(y: ir.Value, loss: ir.Value) -> bool:
@@ -505,7 +522,7 @@ class _LossBuilder(LossContext):
         used: Counter[str],
     ) -> Term:
         loss: Loss = term.loss
-        predictions = [self.upcast(x) for x in sources]
+        predictions = [self.upcast(self.scores(loss, x)) for x in sources]
         names = term.target_names
         if len(names) > len(specs):
             raise PrepareError(

@@ -42,6 +42,7 @@ from onnxtrain.expand.packed_matmul import PackedMatMul
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder, copy_node
 from onnxtrain.losses.classification import CrossEntropy, in_range_labels
+from onnxtrain.losses.logits import Reads
 from onnxtrain.losses.loss import INT64, LOSSES, Loss, TargetSpec, check_rank, labels_for
 
 _UNARY = ("Cast", "Identity", "Neg", "Sigmoid", "Tanh")
@@ -335,6 +336,7 @@ class CausalLM(Loss):
     rows: int | None = None
 
     reductions = ("mean", "sum")
+    reads = Reads.SOFTMAX_LOGITS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -350,6 +352,10 @@ class CausalLM(Loss):
                 "hint: export the model with logits for the whole sequence"
             )
         return [labels_for("labels", prediction, 2)]
+
+    def normalized_axis(self, prediction: ir.Value) -> int | None:
+        """Return the axis of the vocabulary."""
+        return 2
 
     def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit the loss."""

@@ -19,6 +19,7 @@ from onnxtrain.errors import PrepareError, ShapeError
 from onnxtrain.expand.activations import shifted_log_sum_exp, smooth_softplus
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.losses.logits import Reads
 from onnxtrain.losses.loss import (
     LOSSES,
     Loss,
@@ -118,6 +119,10 @@ class _LabelLoss(Loss):
         axis = class_axis(self, prediction, self.axis)
         return [labels_for("labels", prediction, axis)]
 
+    def normalized_axis(self, prediction: ir.Value) -> int | None:
+        """Return the class axis."""
+        return class_axis(self, prediction, self.axis)
+
     def reduce_weighted(
         self, op: OpBuilder, rows: Scores, each: ir.Value, weights: OptionalValue
     ) -> ir.Value:
@@ -183,6 +188,8 @@ class CrossEntropy(_LabelLoss):
 
     label_smoothing: float = 0.0
     probabilities: bool = False
+
+    reads = Reads.SOFTMAX_LOGITS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -339,6 +346,8 @@ class NLL(_LabelLoss):
         reduction: ``"mean"`` (divided by the sum of the weights), ``"sum"`` or ``"none"``.
     """
 
+    reads = Reads.LOG_PROBABILITIES
+
     def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit the loss."""
         (labels,) = targets
@@ -448,6 +457,8 @@ class BCEWithLogits(Loss):
 
     weight: Any = None
     pos_weight: Any = None
+
+    reads = Reads.SIGMOID_LOGITS
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,6 +19,7 @@ import onnx_ir as ir
 from onnxtrain.errors import ShapeError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.losses.logits import Reads
 from onnxtrain.losses.loss import INT64, LOSSES, Loss, TargetSpec, check_rank
 
 # In place of log(0) = -inf, whose differences are NaN.
@@ -42,6 +43,12 @@ class CTC(Loss):
 
     blank: int = 0
     zero_infinity: bool = False
+
+    reads = Reads.LOG_PROBABILITIES
+
+    def normalized_axis(self, prediction: ir.Value) -> int | None:
+        """Return the class axis."""
+        return 2
 
     def targets(self, prediction: ir.Value) -> list[TargetSpec]:
         """Return the labels and the lengths."""

@@ -18,6 +18,7 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
+from onnxtrain.losses.logits import Reads
 from onnxtrain.registry import Registry
 
 FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
@@ -44,6 +45,8 @@ class Loss:
     predictions: ClassVar[int] = 1
     """Number of arguments that are outputs of the model; the others are targets."""
     reductions: ClassVar[tuple[str, ...]] = ("none", "mean", "sum")
+    reads: ClassVar[Reads] = Reads.VALUES
+    """What the prediction has to be; a model that ends in Softmax or Sigmoid has logits before."""
 
     def __post_init__(self) -> None:
         if self.reduction not in self.reductions:
@@ -55,6 +58,10 @@ class Loss:
     def targets(self, prediction: ir.Value) -> list[TargetSpec]:
         """Return the arguments after the prediction; by default one tensor of the same shape."""
         return [target_like("target", prediction)]
+
+    def normalized_axis(self, prediction: ir.Value) -> int | None:
+        """Return the class axis of a prediction, ``None`` if the loss has none."""
+        return None
 
     def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit the loss; return a scalar, or with ``reduction="none"`` one loss per element."""

@@ -40,6 +40,11 @@ class Metric:
         """The name of the output."""
         return self.name or self.default_name
 
+    @property
+    def reads_scores(self) -> bool:
+        """Whether the metric reads what the loss reads, which may be logits behind the output."""
+        return False
+
     def beside(self, loss: Loss | None) -> Metric:
         """Return the metric with unset fields copied from the loss."""
         changes = {
@@ -67,6 +72,11 @@ class _ClassMetric(Metric):
     axis: int | None = None
     ignore_index: int | None = None
 
+    @property
+    def reads_scores(self) -> bool:
+        """Whether the metric reads what the loss reads: the order of classes is the same."""
+        return True
+
     def class_axis(self, x: ir.Value) -> int:
         """Return the class axis as a position."""
         return class_axis(self, x, 1 if self.axis is None else self.axis)
@@ -91,6 +101,11 @@ class Accuracy(_ClassMetric):
     """
 
     threshold: float | None = None
+
+    @property
+    def reads_scores(self) -> bool:
+        """Whether the metric reads what the loss reads; ``threshold`` is one of the output."""
+        return self.threshold is None
 
     def beside(self, loss: Loss | None) -> Metric:
         """Copy unset fields, and the threshold of binary losses."""

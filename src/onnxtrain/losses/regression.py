@@ -18,6 +18,7 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.losses.attach import label_type
 from onnxtrain.losses.classification import CrossEntropy, clamp
+from onnxtrain.losses.logits import Reads
 from onnxtrain.losses.loss import (
     LOSSES,
     Loss,
@@ -106,6 +107,7 @@ class KLDiv(Loss):
     log_target: bool = False
 
     reductions: ClassVar[tuple[str, ...]] = ("none", "mean", "sum", "batchmean")
+    reads = Reads.LOG_PROBABILITIES
 
     def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit the terms; a target of 0 contributes 0."""

@@ -1,0 +1,276 @@
+"""Losses of logits on models that end in Softmax or Sigmoid: equal to torch on the logits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+import torch.nn.functional as F
+
+import onnxtrain
+from onnxtrain import losses as L
+from onnxtrain.errors import PrepareError
+from onnxtrain.graph.builder import OpBuilder
+from tests.losses.small import FLOAT, W1, X, model_of, weight
+
+LABELS = np.array([0, 2, 1, 1, 0, 2])
+HALVES = (np.arange(18).reshape(6, 3) % 2).astype(np.float32)
+SCORES = 9.0 * torch.tensor(X, dtype=torch.float64) @ torch.tensor(W1, dtype=torch.float64)
+
+
+def net(ending: Callable[[OpBuilder, ir.Value], ir.Value]) -> onnx.ModelProto:
+    """Return ``p = ending(9 x w)``."""
+
+    def build(op: OpBuilder) -> dict[str, ir.Value]:
+        x = op.input("x", FLOAT, ["batch", 4])
+        return {"p": ending(op, op.MatMul(x, weight(op, "w", 9 * W1)))}
+
+    return model_of(build)
+
+
+def trained(model: onnx.ModelProto, loss: L.LossLike, **options: object) -> onnxtrain.Trainer:
+    artifacts = onnxtrain.build(model, loss=loss, optimizer="sgd", **options)
+    return onnxtrain.Trainer(artifacts)
+
+
+def reads(trainer: onnxtrain.Trainer) -> list[str]:
+    return [line for line in trainer.artifacts.manifest.options["repairs"] if " reads the " in line]
+
+
+def normalized(op: OpBuilder, u: ir.Value) -> ir.Value:
+    """Divide by the sum of the row, as skl2onnx's Normalizer does."""
+    total = op.ReduceSum(op.Abs(u), [-1], keepdims=1)
+    return op.Div(u, op.Where(op.Greater(total, 0.0), total, 1.0))
+
+
+SOFTMAX = {
+    "softmax": lambda op, z: op.Softmax(z, axis=-1),
+    "axis 1": lambda op, z: op.Softmax(z, axis=1),
+    "identity": lambda op, z: op.Identity(op.Softmax(z, axis=1)),
+    "reshape": lambda op, z: op.Reshape(op.Softmax(z, axis=1), [-1, 3]),
+    "cast": lambda op, z: op.Cast(op.Cast(op.Softmax(z), to=11), to=1),
+    "clip of Keras": lambda op, z: op.Clip(op.Softmax(z), 1e-7, 1 - 1e-7),
+    "squeeze": lambda op, z: op.Squeeze(op.Softmax(op.Unsqueeze(z, [1]), axis=2), [1]),
+    "transpose": lambda op, z: op.Transpose(
+        op.Softmax(op.Transpose(z, perm=[1, 0]), axis=0), perm=[1, 0]
+    ),
+    "normalizer": lambda op, z: normalized(op, op.Softmax(z)),
+    "exp": lambda op, z: normalized(op, op.Exp(z)),
+}
+
+
+@pytest.mark.parametrize("ending", SOFTMAX)
+@pytest.mark.parametrize("loss", ["cross_entropy", "nll"])
+def test_softmax_is_not_applied_twice(ending: str, loss: str) -> None:
+    trainer = trained(net(SOFTMAX[ending]), loss, metrics=["accuracy"], outputs=["p"])
+    result = trainer.evaluate_batch(x=X, labels=LABELS)
+    expected = F.cross_entropy(SCORES, torch.tensor(LABELS))
+    np.testing.assert_allclose(result.loss, expected.item(), rtol=1e-5)
+    accuracy = (SCORES.argmax(1).numpy() == LABELS).mean()
+    np.testing.assert_allclose(result.metrics["accuracy"], accuracy)
+    assert len(reads(trainer)) == 1
+    assert "output 'p'" in reads(trainer)[0]
+    probabilities = torch.softmax(SCORES, 1).numpy()
+    np.testing.assert_allclose(trainer.predict(x=X)["p"], probabilities, rtol=1e-3, atol=1e-6)
+
+
+def test_gradients_are_those_of_the_logits() -> None:
+    weights = {}
+    for ending in (SOFTMAX["softmax"], lambda op, z: z):
+        trainer = trained(net(ending), "cross_entropy")
+        trainer.step(x=X, labels=LABELS)
+        weights[ending] = np.array(trainer.parameters["w"])
+    np.testing.assert_array_equal(*weights.values())
+
+
+def complement(op: OpBuilder, z: ir.Value) -> ir.Value:
+    """Two columns of one score, as skl2onnx's binary classifiers have."""
+    p = op.Sigmoid(op.Slice(z, [0], [1], [1]))
+    return op.Concat(op.Sub(1.0, p), p, axis=1)
+
+
+def test_binary_classifiers_with_two_columns() -> None:
+    trainer = trained(net(complement), "cross_entropy", metrics=["accuracy"])
+    labels = LABELS % 2
+    result = trainer.evaluate_batch(x=X, labels=labels)
+    expected = F.binary_cross_entropy_with_logits(SCORES[:, 0], torch.tensor(labels).double())
+    np.testing.assert_allclose(result.loss, expected.item(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_one_against_the_rest(divided: bool) -> None:
+    """Sigmoids, divided by their sum or not: the logits are their logarithms."""
+
+    def ending(op: OpBuilder, z: ir.Value) -> ir.Value:
+        return normalized(op, op.Sigmoid(z)) if divided else op.Sigmoid(z)
+
+    trainer = trained(net(ending), "cross_entropy")
+    loss = trainer.evaluate_batch(x=X, labels=LABELS).loss
+    expected = F.cross_entropy(F.logsigmoid(SCORES), torch.tensor(LABELS))
+    np.testing.assert_allclose(loss, expected.item(), rtol=1e-5)
+
+
+SIGMOID = {
+    "sigmoid": lambda op, z: op.Sigmoid(z),
+    "clip": lambda op, z: op.Clip(op.Sigmoid(z), 1e-7, 1 - 1e-7),
+    "reshape": lambda op, z: op.Reshape(op.Sigmoid(z), [-1, 3]),
+    "columns": lambda op, z: op.Concat(
+        *(op.Sigmoid(op.Slice(z, [i], [i + 1], [1])) for i in range(3)), axis=1
+    ),
+    "quotient": lambda op, z: op.Div(1.0, op.Add(1.0, op.Exp(op.Neg(z)))),
+}
+
+
+@pytest.mark.parametrize("ending", SIGMOID)
+def test_sigmoid_is_not_applied_twice(ending: str) -> None:
+    trainer = trained(net(SIGMOID[ending]), "bce_with_logits", metrics=["accuracy"])
+    result = trainer.evaluate_batch(x=X, target=HALVES)
+    expected = F.binary_cross_entropy_with_logits(SCORES, torch.tensor(HALVES).double())
+    np.testing.assert_allclose(result.loss, expected.item(), rtol=1e-5)
+    accuracy = ((SCORES.numpy() > 0) == (HALVES > 0.5)).mean()
+    np.testing.assert_allclose(result.metrics["accuracy"], accuracy)
+    np.testing.assert_allclose(
+        trainer.predict(x=X)["p"], torch.sigmoid(SCORES).numpy(), rtol=1e-3, atol=1e-6
+    )
+
+
+def test_a_threshold_and_an_error_are_those_of_the_output() -> None:
+    metrics = [L.Accuracy(threshold=0.5), L.MAE()]
+    trainer = trained(net(SIGMOID["sigmoid"]), "bce_with_logits", metrics=metrics)
+    metrics = trainer.evaluate_batch(x=X, target=HALVES).metrics
+    p = torch.sigmoid(SCORES).numpy()
+    np.testing.assert_allclose(metrics["accuracy"], ((p > 0.5) == (HALVES > 0.5)).mean())
+    np.testing.assert_allclose(metrics["mae"], np.abs(p - HALVES).mean(), rtol=1e-5)
+
+
+UNTOUCHED = {
+    "logits": (lambda op, z: z, "cross_entropy"),
+    "log-softmax and nll": (lambda op, z: op.LogSoftmax(z), "nll"),
+    "log-softmax and cross entropy": (lambda op, z: op.LogSoftmax(z), "cross_entropy"),
+    "log of softmax": (lambda op, z: op.Log(op.Softmax(z)), "nll"),
+    "gate of experts": (lambda op, z: op.Mul(op.Softmax(z), z), "cross_entropy"),
+}
+
+
+@pytest.mark.parametrize("name", UNTOUCHED)
+def test_other_endings_are_read_as_they_are(name: str) -> None:
+    ending, loss = UNTOUCHED[name]
+    trainer = trained(net(ending), loss)
+    assert reads(trainer) == []
+    if name != "gate of experts":
+        expected = F.cross_entropy(SCORES, torch.tensor(LABELS)).item()
+        value = trainer.evaluate_batch(x=X, labels=LABELS).loss
+        np.testing.assert_allclose(value, expected, rtol=1e-4)
+
+
+def test_bce_reads_probabilities() -> None:
+    trainer = trained(net(SIGMOID["sigmoid"]), "bce")
+    assert reads(trainer) == []
+
+
+REFUSED = {
+    "one sigmoid with cross entropy": (
+        lambda op, z: op.Sigmoid(op.Slice(z, [0], [1], [1])),
+        "cross_entropy",
+        "Sigmoid",
+    ),
+    "softmax with bce": (SOFTMAX["softmax"], "bce_with_logits", "Softmax"),
+    "tight clip": (lambda op, z: op.Clip(op.Softmax(z), 0.1, 0.9), "cross_entropy", "Softmax"),
+    "average of classifiers": (
+        lambda op, z: op.Mul(op.Add(op.Softmax(z), op.Softmax(op.Neg(z))), 0.5),
+        "cross_entropy",
+        "Softmax",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_probabilities_without_logits_are_refused(name: str) -> None:
+    ending, loss, activation = REFUSED[name]
+    with pytest.raises(PrepareError, match=f"probabilities of {activation}") as error:
+        trained(net(ending), loss)
+    assert "hint: let the loss read a value before it: LossTerm(" in str(error.value)
+    name = str(error.value).split("output='")[1].split("'")[0]
+    reader = L.LossTerm(loss, output=name)  # the hint, followed
+    assert reads(trained(net(ending), reader)) == []
+
+
+def test_another_axis_is_refused_and_the_hint_works() -> None:
+    def sequence(op: OpBuilder, z: ir.Value) -> ir.Value:
+        return op.Softmax(op.Reshape(z, [-1, 2, 3]), axis=-1)
+
+    with pytest.raises(PrepareError, match="normalizes axis 2") as error:
+        trained(net(sequence), "cross_entropy")
+    assert "'cross_entropy:axis=2'" in str(error.value)
+    trainer = trained(net(sequence), "cross_entropy:axis=2")
+    loss = trainer.evaluate_batch(x=X, labels=LABELS.reshape(3, 2)).loss
+    expected = F.cross_entropy(SCORES, torch.tensor(LABELS)).item()
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
+KERAS = """
+<ir_version: 7, opset_import: ["" : 9]>
+sequential (float[unk__6, 4] dense_input) => (float[unk__7, 3] dense_1)
+{
+  "sequential/dense_1/MatMul:0" = MatMul(dense_input, "sequential/dense_1/kernel:0")
+  "sequential/dense_1/BiasAdd:0" = Add("sequential/dense_1/MatMul:0", "sequential/dense_1/bias:0")
+  dense_1 = Softmax <axis: int = 1> ("sequential/dense_1/BiasAdd:0")
+}
+"""
+
+
+def test_keras_file_of_an_old_opset(tmp_path: Path) -> None:
+    """tf2onnx writes Softmax of opset 9, which normalizes all axes from axis 1 on."""
+    model = ir.to_proto(ir.from_onnx_text(KERAS))
+    for name, array in {"kernel": 9 * W1, "bias": np.zeros(3, np.float32)}.items():
+        tensor = ir.serde.serialize_tensor(ir.Tensor(array, name=f"sequential/dense_1/{name}:0"))
+        model.graph.initializer.append(tensor)
+    trainer = trained(model, "cross_entropy", metrics=["accuracy"])
+    loss = trainer.evaluate_batch(dense_input=X, labels=LABELS).loss
+    expected = F.cross_entropy(SCORES, torch.tensor(LABELS)).item()
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    trainer.export(tmp_path / "trained.onnx")
+    assert onnx.load(tmp_path / "trained.onnx").graph.node[-1].op_type == "Softmax"
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+@pytest.mark.parametrize("zipmap", [True, False])
+@pytest.mark.parametrize("kind", ["MLPClassifier", "LogisticRegression"])
+def test_files_of_skl2onnx(tmp_path: Path, kind: str, classes: int, zipmap: bool) -> None:
+    neural_network = pytest.importorskip("sklearn.neural_network")
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    to_onnx = pytest.importorskip("skl2onnx").to_onnx
+    classes_of = {
+        "MLPClassifier": lambda: neural_network.MLPClassifier([5], max_iter=500, tol=1.0),
+        "LogisticRegression": linear_model.LogisticRegression,
+    }
+    x = np.random.default_rng(0).standard_normal((60, 4)).astype(np.float32)
+    labels = np.arange(60) % classes
+    estimator = classes_of[kind]().fit(x, labels)
+    model = to_onnx(estimator, x[:1], options={id(estimator): {"zipmap": zipmap}})
+    trainer = trained(model, "cross_entropy", metrics=["accuracy"])
+    result = trainer.evaluate_batch(X=x, labels=labels)
+    p = estimator.predict_proba(x)
+    np.testing.assert_allclose(result.loss, -np.log(p[np.arange(60), labels]).mean(), rtol=1e-4)
+    np.testing.assert_allclose(result.metrics["accuracy"], estimator.score(x, labels))
+    trainer.export(tmp_path / "trained.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "trained.onnx")
+    label, probabilities = session.run(None, {"X": x})
+    np.testing.assert_array_equal(label, estimator.predict(x))
+    np.testing.assert_allclose(probabilities, p, rtol=1e-4, atol=1e-6)
+
+
+def test_losses_that_read_logits_say_so() -> None:
+    reading = {name: L.LOSSES.find(name).reads.name for name in L.LOSSES}
+    assert {n for n, r in reading.items() if r != "VALUES"} == {
+        *("cross_entropy", "nll", "bce_with_logits", "causal_lm", "kl_div", "ctc")
+    }
+    assert dataclasses.fields(L.NLL)  # `reads` is no option
+    assert "reads" not in {f.name for f in dataclasses.fields(L.NLL)}
