@@ -2,6 +2,8 @@
 
 ``check_arrays`` and ``check_metrics`` validate one reply, ``CheckedStrategy`` applies them before
 any other strategy aggregates, and ``server_app`` wraps the result in a Flower ``ServerApp``.
+``ReplyReader`` keeps replies apart that Flower reads together: one that it cannot read is refused
+alone.
 """
 
 from __future__ import annotations
@@ -10,11 +12,14 @@ import dataclasses
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import median_low
+from typing import Any, cast
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.errors import OnnxTrainError, expected_one_of
@@ -46,6 +51,13 @@ from onnxtrain.training import Trainer
 
 _MAX_HEADER_BYTES = 4096  # above the size of any .npy header
 _MAX_LISTED_NAMES = 3
+_MAX_REASON_LENGTH = 300  # reasons contain names that clients choose
+_MAX_METRICS, _MAX_METRIC_NAME_LENGTH = 100, 200
+_MAX_METRIC = float(np.finfo(np.float32).max)
+_MOST_EXAMPLES = 1e9
+_RATIO = 10.0
+"""Default limits of a reply, as multiples of the other replies' median: examples and norm."""
+_POLL_SECONDS = 3.0  # as Flower's own grids
 
 
 class UnfitReplyError(OnnxTrainError, ValueError):
@@ -91,6 +103,8 @@ def _read_tensor(spec: WeightSpec, array: Array) -> np.ndarray:
         value = array.numpy()
     except Exception as error:  # numpy raises any exception on malformed data
         raise UnfitReplyError(f"{label} cannot be read: {error}") from error
+    if not isinstance(value, np.ndarray):  # np.load also reads archives
+        raise UnfitReplyError(f"{label} cannot be read: it is not an .npy file")
     # The decoded array may differ from the shape and type that the record declares.
     if value.shape != shape or value.dtype != dtype:
         raise UnfitReplyError(
@@ -104,34 +118,61 @@ def _read_tensor(spec: WeightSpec, array: Array) -> np.ndarray:
 def check_metrics(
     content: RecordDict, required: Sequence[str], most_examples: float
 ) -> dict[str, Any]:
-    """Return the metrics of a reply.
+    """Return the metrics of a reply: numbers, and lists of numbers that are not required.
 
     Raises:
-        UnfitReplyError: if a metric is missing, not finite or out of range.
+        UnfitReplyError: if a metric is missing, not a number, not finite or out of range.
     """
     records = list(content.metric_records.values())
     if len(records) != 1:
         raise UnfitReplyError(f"expected one metric record, got {len(records)}")
-    metrics = dict(records[0])
+    metrics: dict[str, Any] = dict(records[0])
     missing = [n for n in (EXAMPLES, *required) if n not in metrics]
     if missing:
         raise UnfitReplyError(f"missing metric {missing[0]!r}")
+    values = sum(len(v) if isinstance(v, list) else 1 for v in metrics.values())
+    if values > _MAX_METRICS:
+        raise UnfitReplyError(f"it has {values:,} metrics, more than {_MAX_METRICS}")
     for name, value in metrics.items():
+        if len(name) > _MAX_METRIC_NAME_LENGTH:
+            raise UnfitReplyError(f"the name of a metric has {len(name):,} characters")
+        if isinstance(value, list) and name in (EXAMPLES, *required):
+            raise UnfitReplyError(f"metric {name!r} is a list, expected a number")
         for number in value if isinstance(value, list) else [value]:
-            if not math.isfinite(number):
-                raise UnfitReplyError(f"metric {name!r} is {number}")
+            if not abs(number) <= _MAX_METRIC:
+                raise UnfitReplyError(f"metric {name!r} is {number:g}")
     examples = metrics[EXAMPLES]
-    if isinstance(examples, list) or not 0 < examples <= most_examples:
+    if not 0 < examples <= most_examples:
         raise UnfitReplyError(
             f"{EXAMPLES!r} is {examples}, expected a number up to {most_examples:g}"
         )
     return metrics
 
 
+def _shared_metrics(replies: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return the metrics that all replies have, as numbers or as lists of one length."""
+
+    def forms(metrics: Mapping[str, Any]) -> set[tuple[str, int]]:
+        return {(n, len(v) if isinstance(v, list) else -1) for n, v in metrics.items()}
+
+    return {name for name, _ in set.intersection(*map(forms, replies))}
+
+
 def update_norm(before: Mapping[str, np.ndarray], after: Mapping[str, np.ndarray]) -> float:
     """Return the global L2 norm of ``after - before``."""
     norms = (np.linalg.norm((after[n].astype(np.float64) - before[n]).ravel()) for n in after)
     return float(math.hypot(*norms))
+
+
+def _largest_norm(norms: Sequence[float], weights: Mapping[str, np.ndarray]) -> float:
+    """Return the default limit of an update's norm: ten times the median of a round.
+
+    The median of fewer than three replies, or of unchanged ones, says nothing: then it is ten times
+    the norm of the weights.
+    """
+    typical = median_low(norms) if len(norms) > 2 else 0.0
+    zeros = {n: np.zeros_like(a) for n, a in weights.items()}
+    return _RATIO * (typical or update_norm(zeros, weights)) or math.inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +182,55 @@ class Refusal:
     round: int
     node: int
     reason: str
+
+
+_UNREADABLE = (
+    *(ArithmeticError, AttributeError, DecodeError, LookupError, MemoryError),
+    *(RecursionError, TypeError, ValueError),
+)
+"""What reading a malformed message raises; network errors are others."""
+
+
+class ReplyReader:
+    """Read the replies of a grid one by one, so that a malformed one does not end the run.
+
+    Flower's grids read all replies that have arrived at once. The first malformed one raises, and
+    those before it are lost.
+    """
+
+    def __init__(self, grid: Grid, refuse: Callable[[int, str], None]) -> None:
+        self._grid, self._refuse = grid, refuse
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grid, name)
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
+        """Return the replies that arrive in time and can be read; refuse malformed ones."""
+        messages = list(messages)
+        pushed = list(self._grid.push_messages(messages))
+        nodes = {m.metadata.message_id: m.metadata.dst_node_id for m in messages}
+        waiting = {message_id: nodes[message_id] for message_id in pushed if message_id}
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        replies: list[Message] = []
+        while waiting:
+            for message_id, node in list(waiting.items()):
+                try:
+                    received = list(self._grid.pull_messages([message_id]))
+                except _UNREADABLE as error:
+                    self._refuse(node, f"it cannot be read: {type(error).__name__}: {error}")
+                    del waiting[message_id]
+                    continue
+                if received:
+                    replies += received
+                    del waiting[message_id]
+            remaining = end - time.monotonic()
+            if remaining <= 0:
+                break
+            if waiting:
+                time.sleep(min(_POLL_SECONDS, remaining))
+        return replies
 
 
 class CheckedStrategy(Strategy):
@@ -153,11 +243,15 @@ class CheckedStrategy(Strategy):
         strategy: any Flower strategy that averages records, including its privacy wrappers.
         specs: the tensors that every reply must contain.
         metrics: the metrics that every reply must contain, besides the number of examples.
-        largest_update: reject replies whose update has a larger global norm.
+        largest_update: reject replies whose update has a larger global norm; by default ten times
+            the median norm of the round, or ten times the norm of the weights if fewer than three
+            clients replied.
         most_examples: reject replies that claim more examples; the claim is the weight in the mean.
+            By default a claim weighs at most ten times the median claim of the round.
         keep_updates: store each client's update of the last round in ``updates``.
-        report: a JSON Lines file, one line per round: metrics, participating nodes, rejected nodes,
-            and nodes that did not answer in time.
+        report: a JSON Lines file, one line per round: metrics, participating nodes with their
+            weights, nodes with capped weights, rejected nodes, and nodes that did not answer in
+            time.
     """
 
     def __init__(
@@ -167,7 +261,7 @@ class CheckedStrategy(Strategy):
         *,
         metrics: Sequence[str] = ("loss",),
         largest_update: float | None = None,
-        most_examples: float = 1e9,
+        most_examples: float | None = None,
         keep_updates: bool = False,
         report: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -182,66 +276,98 @@ class CheckedStrategy(Strategy):
         """Sent weights minus new global weights, in the last round."""
         self._sent: dict[str, np.ndarray] = {}
         self._recipients: set[int] = set()
+        self._round, self._refused = 0, {}
+        """The current exchange: its round, and the refused nodes with the reasons."""
 
     def summary(self) -> None:
         """Log the settings of the strategy."""
         self.strategy.summary()
+
+    def start(self, grid: Grid, *arguments: Any, **options: Any) -> Result:
+        """Run the rounds of the strategy over a grid."""
+        reader = cast("Grid", ReplyReader(grid, self._refuse))
+        return super().start(reader, *arguments, **options)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return the messages of the wrapped strategy."""
         self._sent = {n: arrays[n].numpy() for n in arrays}
-        return self._record_recipients(
-            self.strategy.configure_train(server_round, arrays, config, grid)
-        )
+        messages = self.strategy.configure_train(server_round, arrays, config, grid)
+        return self._begin_exchange(server_round, messages)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Aggregate the valid replies; ``(None, None)`` keeps the weights if there are none."""
-        self.updates, good, failed = {}, [], []
+        self.updates = {}
+        norms: dict[int, float] = {}
+        good, failed = self._checked(replies, norms)
+        limit = self.largest_update
+        if limit is None:
+            limit = _largest_norm(list(norms.values()), self._sent)
+        for node in [node for node, norm in norms.items() if not norm <= limit]:
+            self._refuse(node, f"its update has norm {norms[node]:g}, above {limit:g}")
+            self.updates.pop(node, None)
+        good = [(reply, m) for reply, m in good if reply.metadata.src_node_id not in self._refused]
+        capped = self._cap_examples(good)
+        arrays, means = None, None
+        if good:
+            shared = _shared_metrics([metrics for _, metrics in good])
+            for reply, metrics in good:
+                record = MetricRecord({n: v for n, v in metrics.items() if n in shared})
+                reply.content = _normalize_names(reply.content, record)
+            valid = [reply for reply, _ in good]
+            arrays, means = self.strategy.aggregate_train(server_round, [*valid, *failed])
+        if arrays is not None:
+            arrays = self._global_weights(arrays)
+        self._write("train", good, failed, capped, means)
+        return arrays, means
+
+    def _begin_exchange(self, server_round: int, messages: Iterable[Message]) -> list[Message]:
+        """Return the messages, and record the nodes they are sent to."""
+        messages = list(messages)
+        self._recipients = {m.metadata.dst_node_id for m in messages}
+        self._round, self._refused = server_round, {}
+        return messages
+
+    def _checked(
+        self, replies: Iterable[Message], norms: dict[int, float] | None = None
+    ) -> tuple[list[tuple[Message, dict[str, Any]]], list[Message]]:
+        """Return the valid replies with their metrics, and the clients' errors; refuse others.
+
+        Of replies to training, which contain weights, the norms of the updates are written to
+        ``norms``.
+        """
+        good, failed = [], []
+        most = _MOST_EXAMPLES if self.most_examples is None else self.most_examples
         for reply in replies:
+            node = reply.metadata.src_node_id
             if reply.has_error():
                 failed.append(reply)
                 continue
             try:
-                good.append((reply, self._checked_metrics(reply)))
+                arrays = {} if norms is None else check_arrays(reply.content, self.specs)
+                good.append((reply, check_metrics(reply.content, self.metrics, most)))
             except UnfitReplyError as error:
-                self._refuse(server_round, reply, error)
-        if not good:
-            self._write(server_round, "train", good, failed, None)
-            return None, None
-        common = set.intersection(*(set(metrics) for _, metrics in good))
-        for reply, metrics in good:
-            shared = MetricRecord({n: v for n, v in metrics.items() if n in common})
-            reply.content = _normalize_names(reply.content, shared)
-        valid = [reply for reply, _ in good]
-        arrays, means = self.strategy.aggregate_train(server_round, [*valid, *failed])
-        if arrays is not None:
-            arrays = self._global_weights(arrays)
-        self._write(server_round, "train", good, failed, means)
-        return arrays, means
+                self._refuse(node, str(error))
+                continue
+            if norms is not None:
+                norms[node] = update_norm(self._sent, arrays)
+                if self.keep_updates:
+                    self.updates[node] = pseudo_gradient(self._sent, arrays)
+        return good, failed
 
-    def _record_recipients(self, messages: Iterable[Message]) -> list[Message]:
-        """Return the messages, and record the nodes they are sent to."""
-        messages = list(messages)
-        self._recipients = {m.metadata.dst_node_id for m in messages}
-        return messages
-
-    def _checked_metrics(self, reply: Message) -> dict[str, Any]:
-        """Return the metrics of a valid reply; raise for any other."""
-        arrays = check_arrays(reply.content, self.specs)
-        metrics = check_metrics(reply.content, self.metrics, self.most_examples)
-        if self.largest_update is not None:
-            norm = update_norm(self._sent, arrays)
-            if norm > self.largest_update:
-                raise UnfitReplyError(
-                    f"its update has norm {norm:g}, above {self.largest_update:g}"
-                )
-        if self.keep_updates:
-            self.updates[reply.metadata.src_node_id] = pseudo_gradient(self._sent, arrays)
-        return metrics
+    def _cap_examples(self, good: Sequence[tuple[Message, dict[str, Any]]]) -> dict[int, float]:
+        """Limit the examples of each reply, in place; return the claims of those that changed."""
+        capped: dict[int, float] = {}
+        if good and self.most_examples is None:
+            most = _RATIO * median_low(metrics[EXAMPLES] for _, metrics in good)
+            for reply, metrics in good:
+                if metrics[EXAMPLES] > most:
+                    capped[reply.metadata.src_node_id] = metrics[EXAMPLES]
+                    metrics[EXAMPLES] = most
+        return capped
 
     def _global_weights(self, arrays: ArrayRecord) -> ArrayRecord:
         """Return the new global weights with the types and the order of the artifacts."""
@@ -249,66 +375,59 @@ class CheckedStrategy(Strategy):
         self.pseudo_gradient = pseudo_gradient(self._sent, new)
         return to_record(new)
 
-    def _refuse(self, server_round: int, reply: Message, error: UnfitReplyError) -> None:
-        refusal = Refusal(server_round, reply.metadata.src_node_id, str(error))
-        self.refusals.append(refusal)
-        print(f"round {server_round}: rejected node {refusal.node}: {refusal.reason}", flush=True)
+    def _refuse(self, node: int, reason: str) -> None:
+        printable = "".join(c if c.isprintable() else " " for c in reason[:_MAX_REASON_LENGTH])
+        self._refused[node] = printable
+        self.refusals.append(Refusal(self._round, node, printable))
+        print(f"round {self._round}: rejected node {node}: {printable}", flush=True)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return the messages of the wrapped strategy."""
-        return self._record_recipients(
-            self.strategy.configure_evaluate(server_round, arrays, config, grid)
-        )
+        messages = self.strategy.configure_evaluate(server_round, arrays, config, grid)
+        return self._begin_exchange(server_round, messages)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         """Aggregate the metrics of the valid replies."""
-        good, failed = [], []
-        for reply in replies:
-            if reply.has_error():
-                failed.append(reply)
-                continue
-            try:
-                metrics = check_metrics(reply.content, self.metrics, self.most_examples)
-            except UnfitReplyError as error:
-                self._refuse(server_round, reply, error)
-            else:
-                good.append((reply, metrics))
-        if not good:
-            return None
-        common = set.intersection(*(set(metrics) for _, metrics in good))
-        for reply, metrics in good:
-            shared = MetricRecord({n: v for n, v in metrics.items() if n in common})
-            reply.content = RecordDict({METRICS: shared})
-        valid = [reply for reply, _ in good]
-        means = self.strategy.aggregate_evaluate(server_round, [*valid, *failed])
-        self._write(server_round, "evaluate", good, failed, means)
+        good, failed = self._checked(replies)
+        capped = self._cap_examples(good)
+        means = None
+        if good:
+            shared = _shared_metrics([metrics for _, metrics in good])
+            for reply, metrics in good:
+                record = MetricRecord({n: v for n, v in metrics.items() if n in shared})
+                reply.content = RecordDict({METRICS: record})
+            valid = [reply for reply, _ in good]
+            means = self.strategy.aggregate_evaluate(server_round, [*valid, *failed])
+        if self._recipients:
+            self._write("evaluate", good, failed, capped, means)
         return means
 
     def _write(
         self,
-        server_round: int,
         kind: str,
         good: Sequence[tuple[Message, dict[str, Any]]],
         failed: Sequence[Message],
+        capped: Mapping[int, float],
         means: MetricRecord | None,
     ) -> None:
         if self.report is None:
             return
-        refused = {r.node: r.reason for r in self.refusals if r.round == server_round}
         answered = {r.metadata.src_node_id for r in [*(r for r, _ in good), *failed]}
+        silent = self._recipients - answered - self._refused.keys()
         line = {
-            "round": server_round,
+            "round": self._round,
             "kind": kind,
             "metrics": dict(means or {}),
             # As strings: node ids have 64 bits, JavaScript numbers 53.
             "nodes": {str(r.metadata.src_node_id): m[EXAMPLES] for r, m in good},
+            "capped": {str(node): claim for node, claim in capped.items()},
             "failed": [str(r.metadata.src_node_id) for r in failed],
-            "refused": {str(node): reason for node, reason in refused.items()},
-            "silent": [str(node) for node in sorted(self._recipients - answered - refused.keys())],
+            "refused": {str(node): reason for node, reason in self._refused.items()},
+            "silent": [str(node) for node in sorted(silent)],
         }
         with self.report.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

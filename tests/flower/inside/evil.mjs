@@ -30,7 +30,10 @@ const KINDS = {
     return { ...rest, evil: moved };
   },
   double: (arrays) => replaced(arrays, ({ data }) => ({ dtype: "float64", data: Float64Array.from(data) })),
+  // Flower cannot decode it.
+  broken: (arrays) => replaced(arrays, () => ({ dims: ["x"] })),
   heavy: (arrays) => arrays,
+  listed: (arrays) => arrays,
 };
 
 const { signal } = new AbortController();
@@ -58,7 +61,7 @@ async function answer(asked, tree) {
     objects.set(digest, await pulled(inRun(asked.runId).text(3, digest).done()));
   }
   const { arrays } = readContent(tree.id, objects).arrays;
-  const metrics = { "num-examples": kind === "heavy" ? 10n ** 15n : 24n, loss: 0.5, accuracy: 0.5, steps: 3n };
+  const metrics = { "num-examples": kind === "heavy" ? 10n ** 15n : 24n, loss: kind === "listed" ? [1, 2] : 0.5, accuracy: 0.5, steps: 3n };
   const content = { arrays: { arrays: KINDS[kind](arrays) }, metrics: { metrics } };
   const reply = await makeReply(id, asked, { content }, link.now(), 1);
   await link.call("confirm-message-received", inRun(asked.runId).text(3, asked.messageId).done());

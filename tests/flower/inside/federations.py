@@ -87,12 +87,19 @@ class LocalGrid:
         """Return the nodes."""
         return list(self.contexts)
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float = 0) -> list[Message]:
-        """Return the replies of all nodes."""
-        del timeout
-        replies = []
-        for message in messages:
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """Take messages to nodes; return their ids."""
+        first = len(self.sent)
+        for number, message in enumerate(messages, first):
+            message.metadata.__dict__["_message_id"] = str(number)
             self.sent.append(message)
+        return [str(number) for number in range(first, len(self.sent))]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """Return the replies to messages."""
+        replies = []
+        for message_id in message_ids:
+            message = self.sent[int(message_id)]
             node = message.metadata.dst_node_id
             reply = self.app(message, self.contexts[node])
             replies.append(self.spoil(node, reply) if self.spoil else reply)
