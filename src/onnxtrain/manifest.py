@@ -138,6 +138,10 @@ class Manifest:
             None,
         )
 
+    def file_names(self) -> set[str]:
+        """Return the names of the files that the manifest describes."""
+        return set(_files(self))
+
     def to_json(self, *, hashes: bool = True) -> str:
         """Return the text of ``manifest.json``: sorted keys, one line per tensor and setting."""
         data = self.to_dict(hashes=hashes)

@@ -293,15 +293,20 @@ def serve(
         list[str] | None,
         Option(help="Allowed origin of pages on other servers (CORS); repeatable."),
     ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        Option(help="Name of this server that clients use, if without a certificate; repeatable."),
+    ] = None,
     certificate: Annotated[
         Path | None, Option(help="TLS certificate (.pem); required outside localhost.")
     ] = None,
     key: Annotated[Path | None, Option(help="Private key of the certificate.")] = None,
 ) -> None:
     """Start a SuperLink and a web server that connects browser clients to it."""
-    paths = {"/artifacts": artifacts, "/": page, **dict(map(_parse_served_folder, folder or ()))}
-    folders = {url: path for url, path in paths.items() if path}
-    for path in folders.values():
+    folders = dict(map(_parse_served_folder, folder or ()))
+    if page is not None:
+        folders["/"] = page
+    for path in (*folders.values(), *([artifacts] if artifacts else ())):
         if not path.is_dir():
             raise OnnxTrainError(f"{path}: no such folder")
 
@@ -313,7 +318,9 @@ def serve(
             host=host,
             port=port,
             folders=folders,
+            artifacts=artifacts,
             origins=origin or (),
+            hosts=allow_host or (),
             certificate=certificate,
             key=key,
         )

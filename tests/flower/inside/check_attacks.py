@@ -19,7 +19,7 @@ KINDS = {
     "disguised": "'fc1.weight' has 16,000,128 bytes, more than",
     "names": "missing array 'fc1.weight'; unknown array 'evil'",
     "double": "'fc1.weight' is float64[4, 6], expected float32[4, 6]",
-    "broken": "it cannot be read: TypeError: Invalid arguments for Array",
+    "broken": "it cannot be read: JSONDecodeError",
     "listed": "metric 'loss' is a list, expected a number",
     "heavy": "'num-examples' is 1000000000000000, expected a number up to",
 }
