@@ -1,4 +1,4 @@
-"""Run N mutated files and print the outcomes: ``python -m tests.hostile --cases N --seed S``."""
+"""Run N hostile cases and print the outcomes: ``python -m tests.hostile --cases N --seed S``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 
-from tests.hostile.run import Tally, run
+from tests.hostile.run import KINDS, Tally, mixed_cases, run
 
 _SLICE = 500  # cases per worker process
 
@@ -15,11 +15,16 @@ def main() -> int:
     """Print the counts and the failures; return 1 if there are failures."""
     parser = argparse.ArgumentParser(prog="python -m tests.hostile")
     parser.add_argument("--cases", type=int, default=1000, help="number of cases")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the first case")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first case of a kind")
+    parser.add_argument("--kind", choices=KINDS, help="one kind of case; default: all")
     args = parser.parse_args()
-    start, total, end = time.monotonic(), Tally(), args.seed + args.cases
-    for first in range(args.seed, end, _SLICE):
-        part = run(range(first, min(first + _SLICE, end)))
+    if args.kind:
+        cases = [f"{args.kind}:{seed}" for seed in range(args.seed, args.seed + args.cases)]
+    else:
+        cases = list(mixed_cases(args.cases, args.seed))
+    start, total = time.monotonic(), Tally()
+    for first in range(0, len(cases), _SLICE):
+        part = run(cases[first : first + _SLICE])
         total.join(part)
         print(
             f"{sum(total.counts.values())} cases, {len(total.bad)} bad",

@@ -1,4 +1,4 @@
-"""Pass mutated files to the entry points of onnxtrain and check the results."""
+"""Pass mutated models, checkpoints and artifact directories to their entry points."""
 
 from __future__ import annotations
 
@@ -18,17 +18,11 @@ from onnxtrain.runtime import session as runtime
 from tests.artifacts.models import classifier
 from tests.hostile.mutate import mutant
 from tests.hostile.mutate_files import CHECKPOINT, DIRECTORY, damage_directory, damaged_checkpoint
+from tests.hostile.run import COMPARE, Step, WrongError
 from tests.hostile.traps import SECRET, Traps
 
-Step = tuple[str, Callable[[], object]]
 _DIFFERS, _DOES_NOT_RUN = "differs from the original", "the lowered model does not"
-COMPARE = "compare"
-"""The step that compares results: its time is spent in onnxruntime."""
 _SIZE = 3  # of symbolic dimensions
-
-
-class WrongError(AssertionError):
-    """An entry point accepted a case and returned a wrong result."""
 
 
 def steps_of_case(seed: int, traps: Traps) -> tuple[str, Iterator[Step]]:
@@ -211,6 +205,3 @@ def _directory_steps(seed: int, traps: Traps) -> Iterator[Step]:
 
     yield "Artifacts.load", opened(lambda: onnxtrain.Artifacts.load(folder))
     yield "Trainer", opened(lambda: onnxtrain.Trainer(folder).step(**_batch()))
-
-
-__all__ = ["COMPARE", "WrongError", "steps_of_case"]

@@ -1,4 +1,9 @@
-"""Run cases in a worker process, which may hang or abort."""
+"""Run cases in a worker process, which may hang or abort.
+
+A case is a kind and a seed, ``data:17``. The module of a kind has ``steps_of_case(seed, traps)``,
+which returns a name and the steps: pairs of a name and a function. A function may return, or raise
+an :class:`OnnxTrainError`; everything else is a failure. :class:`WrongError` is for wrong results.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,43 @@ import selectors
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.flower import environment
+
+Step = tuple[str, Callable[[], object]]
+COMPARE = "compare"
+"""The step that compares results: its time is spent in onnxruntime."""
+
+
+class WrongError(AssertionError):
+    """An entry point accepted a case and returned a wrong result."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of case: the module that makes it, and its share of a long run."""
+
+    module: str
+    share: int
+    flower: bool = False
+    """Run in the environment of ``tests/flower``."""
+
+
+KINDS = {
+    "model": Kind("tests.hostile.entry_points", 60),
+}
+
+
+def mixed_cases(count: int, seed: int) -> Iterator[str]:
+    """Yield cases of all kinds by their shares; those of a kind follow each other."""
+    total = sum(kind.share for kind in KINDS.values())
+    for name, kind in KINDS.items():
+        for number in range(round(count * kind.share / total)):
+            yield f"{name}:{seed + number}"
+
 
 WORDS = {
     "accepted": "accepted, correct result",
@@ -33,11 +73,11 @@ class Tally:
     counts: Counter[str] = field(default_factory=Counter)
     bad: list[str] = field(default_factory=list)
 
-    def add(self, seed: int, word: str, detail: str) -> None:
+    def add(self, case: str, word: str, detail: str) -> None:
         """Count one case."""
         self.counts[word] += 1
         if word not in GOOD:
-            self.bad.append(f"seed {seed}: {word}: {detail}")
+            self.bad.append(f"{case}: {word}: {detail}")
 
     def join(self, other: Tally) -> None:
         """Add the counts of another tally."""
@@ -50,14 +90,18 @@ class Tally:
         return "\n".join([*lines, *self.bad])
 
 
-def run(seeds: Iterable[int]) -> Tally:
-    """Run the cases of the given seeds; return the tally."""
+def run(cases: Iterable[str]) -> Tally:
+    """Run cases; return the tally."""
     tally = Tally()
     worker: _Worker | None = None
-    for seed in seeds:
-        worker = worker or _Worker()
-        word, detail = worker.ask(seed)
-        tally.add(seed, word, detail)
+    for case in cases:
+        flower = KINDS[case.partition(":")[0]].flower
+        if worker is not None and worker.flower != flower:
+            worker.stop()
+            worker = None
+        worker = worker or _Worker(flower=flower)
+        word, detail = worker.ask(case)
+        tally.add(case, word, detail)
         if word in ("abort", "hang"):
             worker = None
     if worker is not None:
@@ -66,9 +110,13 @@ def run(seeds: Iterable[int]) -> Tally:
 
 
 class _Worker:
-    def __init__(self) -> None:
+    def __init__(self, *, flower: bool) -> None:
+        self.flower = flower
+        interpreter = environment.python() if flower else sys.executable
+        variables = environment.variables(Path(interpreter)) if flower else None
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.hostile.worker"],
+            [interpreter, "-m", "tests.hostile.worker"],
+            env=variables,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -79,10 +127,10 @@ class _Worker:
         self._selector.register(self._process.stdout, selectors.EVENT_READ)
         self._patience = _START
 
-    def ask(self, seed: int) -> tuple[str, str]:
+    def ask(self, case: str) -> tuple[str, str]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(f"{seed}\n")
+        self._process.stdin.write(f"{case}\n")
         self._process.stdin.flush()
         ready = self._selector.select(self._patience)
         self._patience = _PATIENCE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -21,23 +22,27 @@ def test_mutants_are_deterministic() -> None:
     assert [mutant(seed) for seed in range(50)] == [mutant(seed) for seed in range(50)]
 
 
+def cases(kind: str, seeds: Iterable[int]) -> list[str]:
+    return [f"{kind}:{seed}" for seed in seeds]
+
+
 @pytest.mark.parametrize("first", range(0, 300, 100))
-def test_some_cases(first: int) -> None:
-    tally = run(range(first, first + 100))
+def test_some_models(first: int) -> None:
+    tally = run(cases("model", range(first, first + 100)))
     assert not tally.bad, tally.report()
     assert tally.counts["accepted"] > 5
     assert tally.counts["refused"] > 5
 
 
 def test_cases_that_failed_before() -> None:
-    tally = run(FAILED_BEFORE)
+    tally = run(cases("model", FAILED_BEFORE))
     assert not tally.bad, tally.report()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("first", range(1000, 6000, 500))
-def test_many_cases(first: int) -> None:
-    tally = run(range(first, first + 500))
+def test_many_models(first: int) -> None:
+    tally = run(cases("model", range(first, first + 500)))
     assert not tally.bad, tally.report()
 
 
@@ -56,9 +61,9 @@ def test_watch_sees_files_opened_outside(tmp_path: Path) -> None:
 
 def test_a_report_has_every_count_and_the_bad_cases() -> None:
     tally, other = Tally(), Tally()
-    tally.add(1, "accepted", "")
-    other.add(2, "raw", "KeyError")
+    tally.add("model:1", "accepted", "")
+    other.add("data:2", "raw", "KeyError")
     tally.join(other)
     lines = tally.report().splitlines()
     assert [line.split()[-1] for line in lines[:5]] == ["1", "0", "0", "0", "1"]
-    assert lines[-1] == "seed 2: raw: KeyError"
+    assert lines[-1] == "data:2: raw: KeyError"

@@ -1,7 +1,8 @@
-"""Worker process: read seeds from stdin, print the outcome of each case, one per line."""
+"""Worker process: read cases from stdin, print the outcome of each, one per line."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import resource
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 import onnxruntime
 
 from onnxtrain.errors import OnnxTrainError
-from tests.hostile.entry_points import COMPARE, WrongError, steps_of_case
+from tests.hostile.run import COMPARE, KINDS, WrongError
 from tests.hostile.traps import Traps
 from tests.soon import is_soon
 
@@ -25,9 +26,10 @@ MEGABYTES = 500
 _ADDRESS_SPACE = 8 << 30
 
 
-def outcome(seed: int, traps: Traps) -> tuple[str, str]:
+def outcome(case: str, traps: Traps) -> tuple[str, str]:
     """Run a case; return its outcome and a description of the failure, if any."""
-    name, steps = steps_of_case(seed, traps)
+    kind, _, seed = case.partition(":")
+    name, steps = importlib.import_module(KINDS[kind].module).steps_of_case(int(seed), traps)
     accepted, last = True, ""
     for step, function in steps:
         start, before = time.process_time(), _megabytes()
@@ -69,7 +71,7 @@ def _megabytes() -> float:
 
 
 def main() -> None:
-    """Run the case of each line of stdin."""
+    """Run the cases of stdin, one per line."""
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE, _ADDRESS_SPACE))
     warnings.simplefilter("ignore")
     onnxruntime.set_default_logger_severity(4)
@@ -77,7 +79,7 @@ def main() -> None:
         traps = Traps(Path(folder))
         traps.touched()
         for line in sys.stdin:
-            print(json.dumps(outcome(int(line), traps)), flush=True)
+            print(json.dumps(outcome(line.strip(), traps)), flush=True)
 
 
 if __name__ == "__main__":

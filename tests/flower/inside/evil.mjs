@@ -48,9 +48,9 @@ const inRun = (run) => writeNode(id).uint(2, run);
 // A message is given out before all of its objects have reached the SuperLink.
 async function pulled(body) {
   for (;;) {
-    const answer = await link.call("pull-object", body);
-    if (!answer.uint(1)) throw new Error("the SuperLink has no such object");
-    if (answer.uint(2)) return answer.bytes(3);
+    const object = await link.call("pull-object", body);
+    if (!object.uint(1)) throw new Error("the SuperLink has no such object");
+    if (object.uint(2)) return object.bytes(3);
     await sleep(200, signal);
   }
 }
@@ -74,9 +74,9 @@ async function answer(asked, tree) {
 }
 
 for (;;) {
-  const answer = await link.call("pull-messages", writeNode(id).done());
-  const [message] = answer.all(2);
-  const [tree] = answer.all(3);
+  const waiting = await link.call("pull-messages", writeNode(id).done());
+  const [message] = waiting.all(2);
+  const [tree] = waiting.all(3);
   if (message && tree) await answer(readMetadata(message), readTree(tree)).catch((error) => console.log(error.message));
   else await sleep(500, signal);
 }
