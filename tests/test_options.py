@@ -29,7 +29,7 @@ DECLARED: dict[type, Declared] = {
         onnxtrain.build,
         {"model"},
         "build",
-        {"model", "output", "lr", "loss_output", "placement", "prefix", "no_check"},
+        {"model", "output", "lr", "loss_output", "placement", "prefix", "no_check", "force"},
     ),
     FitOptions: (
         onnxtrain.Trainer.fit,
@@ -116,6 +116,7 @@ def test_the_manifest_records_options() -> None:
     )
     options = dict(artifacts.manifest.options)
     assert options.pop("loss_scale") is None
+    assert options.pop("initial_weights").keys() == {"trained", "frozen"}
     assert options.pop("repairs") == []
     assert options == {
         "clip": {"norm": 0.5, "value": None},

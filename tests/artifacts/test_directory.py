@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.artifacts.build import build
-from onnxtrain.errors import CheckpointError
+from onnxtrain.errors import CheckpointError, SaveError
 from onnxtrain.manifest import Manifest
 from onnxtrain.training import Trainer
 
@@ -280,3 +280,22 @@ def test_failed_save_leaves_the_old_directory(
     monkeypatch.undo()
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
     shutil.rmtree(folder)
+
+
+def test_a_save_over_trained_weights_is_refused(tmp_path: Path) -> None:
+    example().save(tmp_path)
+    example().save(tmp_path)  # nothing is lost: untrained
+    trainer = Trainer(tmp_path)
+    trainer.step(*data(4, 40))
+    trainer.save(tmp_path / "checkpoint")
+    trained = (tmp_path / "checkpoint").read_bytes()
+    refused = r"has trained weights: checkpoint is of step 1\nhint: force=True replaces them"
+    with pytest.raises(SaveError, match=refused):
+        example().save(tmp_path)
+    assert (tmp_path / "checkpoint").read_bytes() == trained
+    Artifacts.load(tmp_path).save(tmp_path)  # these artifacts are the trained ones
+    example().save(tmp_path, force=True)
+    assert Trainer(tmp_path).global_step == 0
+    Trainer(tmp_path).fit(data(4, 40), directory=tmp_path / "run", progress=False)
+    with pytest.raises(SaveError, match="run has checkpoints"):  # of a run that was killed
+        example().save(tmp_path)

@@ -20,7 +20,15 @@ from typer.testing import CliRunner
 
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.cli.main import app
-from onnxtrain.errors import LabelError, NonFiniteError, OnnxTrainError, PrepareError, SaveError
+from onnxtrain.errors import (
+    CheckpointError,
+    LabelError,
+    NonFiniteError,
+    OnnxTrainError,
+    PrepareError,
+    SaveError,
+    hints_name_flags,
+)
 from onnxtrain.training import Trainer
 from tests.artifacts.models import classifier, data
 
@@ -306,3 +314,30 @@ def test_invalid_epochs_and_missing_checkpoints(place: Path) -> None:
         run(*common, "--epochs", 0)
     with pytest.raises(OnnxTrainError, match=r"run: no checkpoint to resume from\nhint"):
         run(*common, "--resume")
+
+
+def test_build_over_a_trained_directory(place: Path) -> None:
+    art, zero = place / "art", place / "zero.onnx"
+    run("train", art, "--data", place / "train.npz", "--quiet", "--validation", place / "test.npz")
+    model = classifier()
+    for tensor in model.graph.initializer:
+        if tensor.name != "fc1.bias":
+            tensor.raw_data = bytes(len(tensor.raw_data))
+    zero.write_bytes(model.SerializeToString())
+    settings = (
+        *("--loss", "cross_entropy", "--loss-output", "scores", "--metric", "accuracy"),
+        *("--optimizer", "adamw:weight_decay=0.1", "--lr", 0.02, "--freeze", "fc1.bias"),
+        *("--ema", 0.9),
+    )
+    with (
+        hints_name_flags(),
+        pytest.raises(SaveError, match=r"art has trained weights: .*\nhint: --force replaces them"),
+    ):
+        run("build", zero, "-o", art, *settings)
+    run("export", art, "-o", place / "best.onnx", "--best")
+    run("build", zero, "-o", art, *settings, "--force")
+    with pytest.raises(CheckpointError, match="this run started from other weights"):
+        run("export", art, "-o", place / "other.onnx", "--best")
+    assert not (place / "other.onnx").exists()
+    with pytest.raises(CheckpointError, match="this run started from other weights"):
+        run("train", art, "--data", place / "train.npz", "--quiet", "--resume", "--epochs", 2)

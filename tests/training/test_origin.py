@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 from onnxtrain import losses, optim
@@ -95,3 +96,41 @@ def test_differences_that_do_not_count(tmp_path: Path) -> None:
     saved.save(tmp_path / "again")
     in_place.load(tmp_path / "again")
     assert np.isfinite(in_place.step(*data(8)).loss)
+
+
+def zeroed(*names: str) -> onnx.ModelProto:
+    model = classifier()
+    for tensor in model.graph.initializer:
+        if tensor.name in names:
+            tensor.raw_data = bytes(len(tensor.raw_data))
+    return model
+
+
+def build_at(folder: Path, model: onnx.ModelProto, **options: object) -> None:
+    made_of = {"loss": LOSS, "optimizer": optim.SGD(lr=0.1), **options}
+    build(model, **made_of).save(folder, force=True)  # type: ignore[arg-type]
+
+
+def test_a_run_in_a_directory_belongs_to_the_weights_it_started_from(tmp_path: Path) -> None:
+    folder = tmp_path / "art"
+    build_at(folder, classifier())
+    Trainer(folder).fit(data(16), directory=folder / "run", progress=False)
+    build_at(folder, classifier())  # the same model: the run continues
+    again = {"epochs": 2, "directory": folder / "run", "resume": True, "progress": False}
+    assert Trainer(folder).fit(data(16), **again).epochs[-1]["epoch"] == 2  # type: ignore[arg-type]
+    build_at(folder, zeroed("fc1.weight"))
+    with pytest.raises(CheckpointError, match="this run started from other weights than those"):
+        Trainer(folder).fit(data(16), **{**again, "epochs": 3})  # type: ignore[arg-type]
+    # In memory every weight comes from the checkpoint, as in a script that builds a torch module.
+    artifacts = build(zeroed("fc1.weight"), loss=LOSS, optimizer=optim.SGD(lr=0.1))
+    assert Trainer(artifacts).fit(data(16), **{**again, "epochs": 3}).best  # type: ignore[arg-type]
+
+
+def test_other_frozen_weights_are_another_origin(tmp_path: Path) -> None:
+    trainer = Trainer(made(freeze="fc1.weight"))
+    trainer.save(tmp_path / "a")
+    model = zeroed("fc1.weight")
+    other = Trainer(build(model, loss=LOSS, optimizer=optim.SGD(lr=0.1), freeze="fc1.weight"))
+    with pytest.raises(CheckpointError, match="the frozen weights have other values"):
+        other.load(tmp_path / "a")
+    assert other.load(tmp_path / "a", strict=False)["differences"]

@@ -18,6 +18,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import fnmatch
+import hashlib
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -233,6 +234,7 @@ def _build_for_target(loaded: LoadedSource, options: BuildOptions) -> Artifacts:
         accumulate=options.accumulate,
         options={
             **recorded_options(options),
+            "initial_weights": initial_weights(source, {**parameters, **buffers}),
             "loss_scale": precision.settings(),
             "repairs": [*loaded.repairs, *base.repairs, *untrained, *upcast, *origin.repairs],
             **({"above_one": list(origin.above_one)} if origin.above_one else {}),
@@ -384,6 +386,33 @@ def _weight_specs(source: ir.Model, arrays: Mapping[str, np.ndarray]) -> tuple[W
 
 def _weight_spec(name: str, array: np.ndarray) -> WeightSpec:
     return WeightSpec(name, array.dtype.name, tuple(array.shape))
+
+
+_SAMPLE_BYTES = 1 << 20  # of a frozen tensor; hashing all of a language model takes seconds
+_PAGE_BYTES = 4096
+
+
+def initial_weights(source: ir.Model, trained: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """Return digests of the weights that a run starts from: the trained ones and the frozen ones.
+
+    Frozen tensors above 1 MiB are sampled: pages at equal distances, the first and last included.
+    """
+    digests = {"trained": hashlib.sha256(), "frozen": hashlib.sha256()}
+    for name, array in sorted(trained.items()):
+        digests["trained"].update(f"{name} {array.dtype} {array.shape}".encode())
+        digests["trained"].update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    for name, x in sorted(source.graph.initializers.items()):
+        tensor = x.const_value
+        if name in trained or tensor is None or tensor.dtype == ir.DataType.STRING:
+            continue
+        digests["frozen"].update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+        data = np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8)
+        if len(data) > _SAMPLE_BYTES:
+            count = _SAMPLE_BYTES // _PAGE_BYTES
+            starts = np.linspace(0, len(data) - _PAGE_BYTES, count).astype(np.int64)
+            data = np.concatenate([data[i : i + _PAGE_BYTES] for i in starts])
+        digests["frozen"].update(data.data)
+    return {name: digest.hexdigest() for name, digest in digests.items()}
 
 
 def _state_specs(options: BuildOptions, arrays: Mapping[str, np.ndarray]) -> list[StateSpec]:

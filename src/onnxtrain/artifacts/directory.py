@@ -34,8 +34,8 @@ from onnxtrain.artifacts.graphs import (
     model_key,
     plain_name,
 )
-from onnxtrain.checkpoint import from_file, state_key, to_bytes
-from onnxtrain.errors import CheckpointError, LoadError, SaveError
+from onnxtrain.checkpoint import from_file, read_metadata, state_key, to_bytes
+from onnxtrain.errors import CheckpointError, LoadError, SaveError, argument, by_caller
 from onnxtrain.graph.io import external_data
 from onnxtrain.graph.io.external_data import (
     DataFiles,
@@ -57,6 +57,8 @@ from onnxtrain.manifest import Location, Manifest, ModelSpec, WeightSpec
 from onnxtrain.runtime.session import ModelWithWeightsFolder
 
 MANIFEST = "manifest.json"
+RUN = "run"
+"""Folder of the run of ``onnxtrain train DIRECTORY``, inside that directory."""
 _STAGING_PREFIX = ".saving-"  # of file names, until the final names are free
 _METADATA_KEY = "onnxtrain"
 
@@ -119,7 +121,9 @@ class Artifacts(SummaryRepr):
             )
         return cls(manifest, {}, values, state, meta, folder)
 
-    def save(self, directory: str | os.PathLike[str], prefix: str = "") -> Manifest:
+    def save(
+        self, directory: str | os.PathLike[str], prefix: str = "", *, force: bool = False
+    ) -> Manifest:
         """Write the artifacts to a directory; return the manifest as written.
 
         If the process is killed, the directory has the old or the new artifacts, complete.
@@ -127,11 +131,14 @@ class Artifacts(SummaryRepr):
         Args:
             directory: created if it does not exist.
             prefix: prefix of all file names.
+            force: replace the trained weights of other artifacts in this directory.
 
         Raises:
-            SaveError: if the file system refuses.
+            SaveError: if the file system refuses, or the directory has trained weights.
         """
         folder = Path(directory)
+        if self.directory is None or self.directory.resolve() != folder.resolve():
+            check_replaceable(folder, prefix, force=force)
         large_weights = self._large_weights()
         models = self.models or self._read_models(with_weights=large_weights is None)
         try:
@@ -213,6 +220,34 @@ class Artifacts(SummaryRepr):
             model_key(m): onnx.load(self.directory / m.file, load_external_data=with_weights)
             for m in self.manifest.models
         }
+
+
+def check_replaceable(folder: Path, prefix: str = "", *, force: bool = False) -> None:
+    """Check that writing new artifacts to a directory loses no trained weights.
+
+    Raises:
+        SaveError: if its checkpoint is trained, or a run in it has checkpoints.
+    """
+    trained = None if force else _trained_weights(folder, prefix)
+    if trained is not None:
+        raise SaveError(
+            f"{folder} has trained weights: {trained}\n"
+            f"hint: {argument('force')} replaces them; "
+            + by_caller("otherwise save to another directory", "otherwise choose another --output")
+        )
+
+
+def _trained_weights(folder: Path, prefix: str) -> str | None:
+    """Return which trained weights a directory of artifacts has, or ``None``."""
+    try:
+        manifest = Manifest.from_json(read_regular(folder / f"{prefix}{MANIFEST}"))
+        step = read_metadata(folder / manifest.checkpoint).get("step", 0)
+    except (OSError, CheckpointError):
+        return None  # no artifacts, or damaged ones
+    if step:
+        return f"{manifest.checkpoint} is of step {step}"
+    runs = next((folder / RUN).glob("checkpoints/*.safetensors"), None)
+    return None if runs is None else f"{RUN} has checkpoints"
 
 
 def split_tensors(

@@ -4,9 +4,18 @@ from onnxtrain.checkpoint.safetensors_file import (
     from_bytes,
     from_file,
     load_checkpoint,
+    read_metadata,
     save_checkpoint,
     state_key,
     to_bytes,
 )
 
-__all__ = ["from_bytes", "from_file", "load_checkpoint", "save_checkpoint", "state_key", "to_bytes"]
+__all__ = [
+    "from_bytes",
+    "from_file",
+    "load_checkpoint",
+    "read_metadata",
+    "save_checkpoint",
+    "state_key",
+    "to_bytes",
+]

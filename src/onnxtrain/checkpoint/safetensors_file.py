@@ -205,6 +205,19 @@ def load_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray]
     return checkpoint.tensors(), meta if checkpoint.lr is None else {**meta, "lr": checkpoint.lr}
 
 
+def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the metadata of a checkpoint without its tensors; its digest is not checked."""
+    label = repr(os.fsdecode(path))
+    try:
+        with open_regular(path) as file:
+            length = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            header, _ = _header(file, length, label)
+    except OSError as error:
+        raise CheckpointError(f"{label}: cannot be read: {error.strerror}") from error
+    return _meta(header.get("__metadata__", {}), label)
+
+
 def _header(file: BinaryIO, length: int, label: str) -> tuple[dict[str, Any], bytes]:
     if length < 8:
         raise CheckpointError(f"{label}: not a checkpoint, {length} bytes long")

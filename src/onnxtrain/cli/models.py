@@ -16,6 +16,7 @@ from typer import Argument, Option
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.artifacts.build import build as build_artifacts
 from onnxtrain.artifacts.build_options import BuildOptions
+from onnxtrain.artifacts.directory import check_replaceable
 from onnxtrain.artifacts.graphs import model_key
 from onnxtrain.autodiff.explain import explain as explain_model
 from onnxtrain.autodiff.explain import operators
@@ -52,11 +53,15 @@ def build(
         bool, Option("--placement", help="List the nodes that fall back from the GPU to the CPU.")
     ] = False,
     prefix: Annotated[str, Option(help="Prefix of all file names.")] = "",
+    force: Annotated[
+        bool, Option("--force", help="Replace trained weights in the output directory.")
+    ] = False,
     no_check: Annotated[
         bool, Option("--no-check", help="Do not load the models with onnxruntime to check them.")
     ] = False,
 ) -> None:
     """Build training artifacts for a model and write them to a directory."""
+    check_replaceable(output, prefix, force=force)
     target: str = option_values["target"]
     gpu = next((t for t in BUNDLES.get(target, (target,)) if t in GPUS), target)
     if placement and gpu not in GPUS:
@@ -69,7 +74,7 @@ def build(
     if option_values.get("recompute") == ["auto"]:
         option_values["recompute"] = "auto"
     artifacts = build_artifacts(model, check=not no_check, **option_values)
-    manifest = artifacts.save(output, prefix)
+    manifest = artifacts.save(output, prefix, force=force)
     step = manifest.model("step")
     assert step is not None
     batch = ", ".join(

@@ -24,6 +24,7 @@ from onnxtrain.cli.flags import (
     flags_from,
     read_size,
 )
+from onnxtrain.artifacts.directory import RUN
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.examples import digits_data, digits_model
 from onnxtrain.federation.project import write_project
@@ -33,6 +34,7 @@ from onnxtrain.finetuning.arguments import FineTuneOptions
 from onnxtrain.finetuning.finetune import FineTuneRun
 from onnxtrain.graph.io.writer import as_save_error, write_text
 from onnxtrain.training import Trainer, find_lr, read_data
+from onnxtrain.training.checks import check_initial_weights
 from onnxtrain.training.fit import BEST, CHECKPOINTS, CheckpointRotation, FitOptions
 from onnxtrain.training.profiler import random_batch
 
@@ -50,7 +52,7 @@ def train(
 ) -> None:
     """Train artifacts and save the trained weights in their directory."""
     trainer = Trainer(directory, device=device, seed=seed, threads=threads)
-    option_values = {"directory": directory / "run", "progress": not quiet, **option_values}
+    option_values = {"directory": directory / RUN, "progress": not quiet, **option_values}
     if option_values.get("resume"):
         last = CheckpointRotation(option_values["directory"] / CHECKPOINTS).newest()
         if last is None:
@@ -148,14 +150,17 @@ def export(
             raise OnnxTrainError(
                 "--best and --checkpoint both select weights\nhint: pass only one of them"
             )
-        checkpoint = directory / "run" / CHECKPOINTS / BEST
+        checkpoint = directory / RUN / CHECKPOINTS / BEST
         if not checkpoint.exists():
             raise OnnxTrainError(
                 f"{checkpoint}: no best checkpoint\n"
                 f"hint: for a run with --out OUT: --checkpoint OUT/checkpoints/{BEST}"
             )
     if checkpoint is not None:
-        trainer.load(checkpoint)
+        loaded = trainer.read(checkpoint)
+        if best:
+            check_initial_weights(loaded.meta, trainer.artifacts, str(checkpoint))
+        trainer.restore(loaded)
     trainer.export(output, ema=ema, fold=fold, opset=opset)
     typer.echo(f"{output}: {output.stat().st_size:,} bytes")
 

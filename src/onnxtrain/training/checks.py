@@ -164,6 +164,8 @@ def _has_infinity(array: np.ndarray) -> bool:
     return array.dtype.kind == "f" and bool(np.isinf(array).any())
 
 
+INITIAL = "initial_weights"
+"""Entry of the manifest's options: digests of the weights that were built."""
 _GRAPHS = {"infer": "the model", "eval": "the model in evaluation mode, or its loss"}
 _OPTIONS = ("clip", "ema", "mode")
 """Build options that an update depends on."""
@@ -242,6 +244,9 @@ def origin_differences(meta: Mapping[str, Any], own: Mapping[str, Any]) -> list[
         "", {"accumulate": there.get("accumulate", 1)}, here, ("accumulate",)
     )
     listing += _entry_differences("", _as_dict(there.get("options")), here["options"], _OPTIONS)
+    started, own_start = (_as_dict(_as_dict(m.get("options")).get(INITIAL)) for m in (there, here))
+    if started and started.get("frozen") != own_start.get("frozen"):
+        listing.append("the frozen weights have other values")
     graphs = _as_dict(meta.get("graphs"))
     if _lowering_settings(there) != _lowering_settings(here):
         graphs.pop("eval", None)  # targets compute a loss by different nodes
@@ -251,6 +256,32 @@ def origin_differences(meta: Mapping[str, Any], own: Mapping[str, Any]) -> list[
         if role in graphs and graphs[role] != digest
     ][:1]
     return listing
+
+
+def check_initial_weights(meta: Mapping[str, Any], artifacts: Artifacts, label: str) -> None:
+    """Check that a run in a directory started from the weights that its artifacts were built with.
+
+    Artifacts in memory are not compared: a script that creates a torch module and resumes draws
+    other initial weights in each process, and the checkpoint replaces all of them.
+
+    Raises:
+        CheckpointError: if the directory has been built from another model since.
+    """
+    options = _as_dict(_as_dict(meta.get("manifest")).get("options"))
+    started = _as_dict(options.get(INITIAL)).get("trained")
+    own = _as_dict(artifacts.manifest.options.get(INITIAL)).get("trained")
+    if artifacts.directory is None or started is None or own in (None, started):
+        return
+    raise CheckpointError(
+        f"{label}: this run started from other weights than those that {artifacts.directory} was "
+        "built with\nhint: "
+        + by_caller(
+            "fit(..., directory=...) with another directory starts a run of this model; load() "
+            "loads the checkpoint anyway",
+            "onnxtrain train ... --out DIRECTORY starts a run of this model; onnxtrain export "
+            "... --checkpoint FILE exports the checkpoint anyway",
+        )
+    )
 
 
 def _lowering_settings(manifest: Mapping[str, Any]) -> Any:

@@ -49,6 +49,7 @@ from onnxtrain.runtime.feeds import feed
 from onnxtrain.training.callbacks import Best, Callback, EarlyStopping, Record
 from onnxtrain.training.checks import (
     LoadedCheckpoint,
+    check_initial_weights,
     check_lr,
     explain_nonfinite_loss,
     explain_nonfinite_update,
@@ -193,6 +194,8 @@ class Run:
         path = self._last_checkpoint(options)
         # The trainer changes only after the whole checkpoint has been checked.
         loaded = None if path is None else trainer.read(path)
+        if loaded is not None:
+            check_initial_weights(loaded.meta, trainer.artifacts, str(path))
         stored = None if loaded is None else ResumeState.read(loaded.meta, str(path))
         self.options = options.completed(stored.settings if stored else {}, trainer.fixed_batch)
         self.epoch = 0
