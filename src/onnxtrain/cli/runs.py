@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
+from onnxtrain.artifacts.directory import RUN
 from onnxtrain.cli.flags import (
     Checkpoint,
     Data,
@@ -24,7 +25,6 @@ from onnxtrain.cli.flags import (
     flags_from,
     read_size,
 )
-from onnxtrain.artifacts.directory import RUN
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.examples import digits_data, digits_model
 from onnxtrain.federation.project import write_project
