@@ -7,7 +7,7 @@ from onnxtrain.adapters import Adapted, load_adapter, lora
 from onnxtrain.artifacts import Artifacts, Clip, Precision, load_weights
 from onnxtrain.artifacts.build import build
 from onnxtrain.autodiff.explain import Report, explain
-from onnxtrain.autodiff.gradients import grad, jvp, parameters, vjp
+from onnxtrain.autodiff.gradients import expand_gradients, grad, jvp, parameters, vjp
 from onnxtrain.autodiff.rule_registry import register_vjp
 from onnxtrain.autodiff.split import Split, split
 from onnxtrain.finetuning.finetune import finetune
@@ -40,6 +40,7 @@ __all__ = [
     "WandbLogger",
     "build",
     "examples",
+    "expand_gradients",
     "explain",
     "find_lr",
     "finetune",

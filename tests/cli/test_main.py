@@ -97,6 +97,22 @@ def test_gradients_of_one_output(run: Run, model: Path, tmp_path: Path) -> None:
     assert onnx.load(target) == onnxtrain.grad(model, ["b*", "x"], "loss", target="portable")
 
 
+def test_training_operators_expand(run: Run, tmp_path: Path) -> None:
+    source, target = tmp_path / "model.onnx", tmp_path / "plain.onnx"
+    text = """<ir_version: 8, opset_import: ["": 18, "ai.onnx.preview.training": 1]>
+    g (float[3] x) => (float[3] dx) {
+      y = Mul (x, x)
+      dx = ai.onnx.preview.training.Gradient <xs = ["x"], y = "y"> (x)
+    }"""
+    onnx.save(onnx.parser.parse_model(text), source)
+    assert run("grad", source, "--expand", "-o", target)[0] == 0
+    assert onnx.load(target) == onnxtrain.expand_gradients(source)
+    code, out, _ = run("explain", source, "--wrt", "x")
+    assert "Gradient node 'gradient of y': gradient of 'y' with respect to 'x'" in out
+    code, _, err = run("grad", source, "--expand", "--wrt", "x", "-o", target)
+    assert (code, "--expand excludes --wrt" in err) == (1, True)
+
+
 def test_ops(run: Run) -> None:
     code, out, _ = run("ops")
     assert code == 0

@@ -14,7 +14,10 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.autodiff import rules  # noqa: F401 - fills the registry
+from onnxtrain.autodiff import (
+    gradient_nodes,
+    rules,  # noqa: F401 - fills the registry
+)
 from onnxtrain.autodiff.recompute import differentiate_with_recompute
 from onnxtrain.autodiff.rule_registry import (
     KEEP_UNEXPANDED,
@@ -163,13 +166,16 @@ def normalize(
         return lacks_rule(op_type) and not (straight_through and op_type in STRAIGHT_THROUGH_RULES)
 
     keep = keep_predicate(target)
+    connected = gradient_nodes.connect(model) if gradient_nodes.present(model) else None
     prepared = prepare(
-        model,
+        model if connected is None else connected.model,
         inline=inline,
         keep=keep,
         straight_through=straight_through,
         weights_exposed=weights_exposed,
     )
+    if connected is not None:
+        prepared = gradient_nodes.expand(prepared, connected)
     if straight_through:
         mark_straight_through(prepared.graph.all_nodes())
     return prepared
@@ -295,6 +301,24 @@ def jvp(
         graph.inputs.remove(probe)
     graph.sort()
     return gradient_model.finish()
+
+
+def expand_gradients(model: Source, *, target: str | Target = "cpu") -> onnx.ModelProto:
+    """Return the model with its training operators replaced by standard operators.
+
+    ``Gradient`` nodes of the domain ``ai.onnx.preview.training`` become the derivative that they
+    stand for, also of each other; ``Adam``, ``Adagrad`` and ``Momentum`` become their update rule.
+    Inputs and outputs stay as they are. All other functions of this library do the same when they
+    load such a model.
+
+    Args:
+        model: a path, bytes, ``ModelProto`` or ``ir.Model``; it is not changed.
+        target: as in :func:`vjp`.
+
+    Raises:
+        UndifferentiableError: a function has no derivative; the message names its node.
+    """
+    return GradientModel(load_normalized(model, target), target).finish()
 
 
 def parameters(model: Source, wrt: Names = None) -> dict[str, np.ndarray]:

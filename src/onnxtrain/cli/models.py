@@ -20,10 +20,10 @@ from onnxtrain.artifacts.directory import check_replaceable
 from onnxtrain.artifacts.graphs import model_key
 from onnxtrain.autodiff.explain import explain as explain_model
 from onnxtrain.autodiff.explain import operators
+from onnxtrain.autodiff.gradients import expand_gradients, vjp
 from onnxtrain.autodiff.gradients import grad as gradients_of_output
-from onnxtrain.autodiff.gradients import vjp
 from onnxtrain.cli.flags import Json, Model, OptionValues, Wrt, flags_from, read_size
-from onnxtrain.errors import LoweringError, ProbeError
+from onnxtrain.errors import LoweringError, PrepareError, ProbeError
 from onnxtrain.graph.io import load, save
 from onnxtrain.graph.io.writer import write_text
 from onnxtrain.losses import LossTerm
@@ -170,9 +170,22 @@ def grad(
     target: Annotated[
         str, Option(help=f"Runtime to generate operators for: {', '.join(TARGETS)}.")
     ] = "cpu",
+    *,
+    expand: Annotated[
+        bool,
+        Option(
+            "--expand",
+            help="Add no gradient; replace the Gradient, Adam, Adagrad and Momentum nodes of the "
+            "model by standard operators.",
+        ),
+    ] = False,
 ) -> None:
     """Write a model that computes the gradient of a scalar output, or a vector-Jacobian product."""
-    if of is not None:
+    if expand:
+        if wrt or of is not None:
+            raise PrepareError("--expand excludes --wrt and --of: the nodes of the model name both")
+        result = expand_gradients(model, target=target)
+    elif of is not None:
         result = gradients_of_output(model, wrt or None, of, target=target)
     else:
         result = vjp(model, wrt or None, target=target)

@@ -23,7 +23,7 @@ TypeError: Transpose has no attribute prem; it has perm
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -692,16 +692,18 @@ def replace_value(old: ir.Value, new: ir.Value, uses: Sequence[tuple[ir.Node, in
     old.name, new.name = f"{name}.inner", name
 
 
-def copy_nodes(op: OpBuilder, graph: ir.Graph, mapping: dict[ir.Value, ir.Value]) -> list[ir.Value]:
-    """Append copies of a graph's nodes under fresh names; return the copies of its outputs.
+def copy_node_list(
+    op: OpBuilder, nodes: Iterable[ir.Node], mapping: dict[ir.Value, ir.Value]
+) -> None:
+    """Append copies of nodes under fresh names.
 
     Args:
         op: the builder that receives the copies.
-        graph: the graph to copy; its initializers are shared, not copied.
-        mapping: replacements for values of ``graph``, such as its inputs; extended in place with
-            the output of each copied node.
+        nodes: the nodes to copy, in order.
+        mapping: replacements for values that the nodes read; extended in place with the output of
+            each copied node.
     """
-    for node in graph:
+    for node in nodes:
         copy = ir.Node(
             node.domain,
             node.op_type,
@@ -722,6 +724,15 @@ def copy_nodes(op: OpBuilder, graph: ir.Graph, mapping: dict[ir.Value, ir.Value]
             op.graph.append(copy)
         else:
             op.graph.insert_before(op.position, copy)
+
+
+def copy_nodes(op: OpBuilder, graph: ir.Graph, mapping: dict[ir.Value, ir.Value]) -> list[ir.Value]:
+    """Append copies of a graph's nodes under fresh names; return the copies of its outputs.
+
+    Initializers are shared, not copied. ``mapping`` is as in :func:`copy_node_list` and usually
+    replaces the inputs of the graph.
+    """
+    copy_node_list(op, graph, mapping)
     return [mapping.get(y, y) for y in graph.outputs]
 
 
