@@ -15,6 +15,7 @@ import onnxtrain
 from onnxtrain import vjp
 from onnxtrain.compat.ort.agent import OrtValueCache, PartialGraphExecutionState, TrainingAgent
 from onnxtrain.compat.ort.graph_builder import (
+    GradientGraphBuilder,
     OrtModuleGraphBuilder,
     OrtModuleGraphBuilderConfiguration,
     TrainingGraphTransformerConfiguration,
@@ -22,7 +23,7 @@ from onnxtrain.compat.ort.graph_builder import (
 from onnxtrain.errors import CompatError
 from onnxtrain.examples import digits_data, digits_model
 
-from .models import WEIGHTS, arrays_of, batch, mlp, two_outputs
+from .models import WEIGHTS, arrays_of, batch, mlp, model_of, two_outputs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -232,3 +233,29 @@ def test_cache():
     cache.insert("c", 3)
     cache.clear()
     assert cache.keys() == []
+
+
+def test_gradient_graph_builder(tmp_path: Path) -> None:
+    """One model of outputs and gradients: f = sum((x W)^2) has gradient 2 x^T x W."""
+
+    def build(op, x, weight):
+        y = op.MatMul(x, weight)
+        return {"scores": y, "loss": op.ReduceSum(op.Mul(y, y), keepdims=0)}
+
+    model = model_of({"x": ["batch", 2]}, {"weight": [2, 3]}, build)
+    builder = GradientGraphBuilder(model.SerializeToString(), {"loss"}, {"weight"}, "loss")
+    assert [y.name for y in onnx.load_from_string(builder.get_model()).graph.output] == [
+        "scores",
+        "loss",
+    ]
+    builder.build()
+    builder.save(str(tmp_path / "gradient.onnx"))
+    session = onnxruntime.InferenceSession(tmp_path / "gradient.onnx")
+    assert [y.name for y in session.get_outputs()] == ["scores", "loss", "weight_grad"]
+    x, weight = np.ones((4, 2), np.float32), arrays_of(model)["weight"]
+    gradient = session.run(["weight_grad"], {"x": x, "weight": weight})[0]
+    np.testing.assert_allclose(gradient, 2 * x.T @ x @ weight, rtol=1e-6)
+    with pytest.raises(CompatError, match="unknown input or initializer: wight"):
+        GradientGraphBuilder(model.SerializeToString(), {"loss"}, {"wight"}, "loss")
+    with pytest.raises(CompatError, match=r"onnxtrain\.vjp"):
+        GradientGraphBuilder(model.SerializeToString(), {"loss", "scores"}, {"weight"}, "loss")

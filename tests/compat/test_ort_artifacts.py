@@ -132,6 +132,17 @@ def test_the_base_model_is_not_changed(tmp_path):
     assert model.SerializeToString() == before
 
 
+def test_no_file_has_paths_of_the_exporting_machine(tmp_path):
+    model = mlp()
+    trace = 'File "/home/me/secret/train.py", line 7, in forward'
+    model.graph.node[0].doc_string = model.graph.doc_string = trace
+    model.graph.node[1].metadata_props.add(key="pkg.torch.onnx.stack_trace", value=trace)
+    generate(tmp_path, model)
+    for file in tmp_path.iterdir():
+        assert b"secret" not in file.read_bytes(), file.name
+    assert model.graph.doc_string == trace
+
+
 def test_prefix_is_in_front_of_every_file(tmp_path):
     generate(tmp_path, prefix="my_", nominal_checkpoint=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(

@@ -42,10 +42,60 @@ for name in ("blocks loss optim Block ForwardBlock TrainingBlock load_checkpoint
 print("aliased")
 """
 
+OLD_PATHS = """
+import onnxtrain.compat.ort as compat
+compat.install()
+import onnxruntime
+from onnxruntime.capi.ort_trainer import IODescription, ModelDescription, ORTTrainer
+from onnxruntime.capi.training.training_session import TrainingSession
+from onnxruntime.capi._pybind_state import GradientGraphBuilder
+from onnxruntime.capi.onnxruntime_pybind11_state import TrainingAgent
+from onnxruntime.training.api.checkpoint_state import CheckpointState
+from onnxruntime.training.api.lr_scheduler import LinearLRScheduler
+from onnxruntime.training.api.module import Module
+from onnxruntime.training.api.optimizer import Optimizer
+import onnxruntime.training.amp.loss_scaler
+import onnxruntime.training.optim.lr_scheduler
+from onnxruntime.training.optim.config import AdamConfig
+from onnxruntime.training.optim import FusedAdam, lr_scheduler
+from onnxruntime.training.optim.fused_adam import AdamWMode
+from onnxruntime.training.orttrainer_options import ORTTrainerOptions
+from onnxruntime.training.ortmodule.options import DebugOptions
+from onnxruntime.training.ortmodule.ortmodule import ORTModule
+from onnxruntime.training.onnxblock.onnxblock import TrainingBlock
+from onnxruntime.training.onnxblock.model_accessor import ModelAccessor
+from onnxruntime.training.experimental.gradient_graph import export_gradient_graph
+from onnxruntime.training.utils import pytorch_type_to_onnx_dtype
+# One module, whichever path leads to it.
+assert Module is compat.api.Module and ORTTrainer is onnxruntime.training.ORTTrainer
+assert onnxruntime.training.optim is compat.optim and compat.optim.FusedAdam is FusedAdam
+assert lr_scheduler.LinearWarmupLRScheduler is compat.optim.LinearWarmupLRScheduler
+assert TrainingSession is onnxruntime.TrainingSession and ORTModule is compat.ORTModule
+assert compat.optim.__name__ == "onnxtrain.compat.ort.optim"
+for line, hint in {
+    "import onnxruntime.training.checkpoint": "use ORTTrainer.save_checkpoint",
+    "from onnxruntime.training import checkpoint": "use ORTTrainer.save_checkpoint",
+    "from onnxruntime.capi import checkpointing_utils": "use ORTTrainer.save_checkpoint",
+    "from onnxruntime.training.ortmodule import _fallback": "public methods of ORTModule",
+    "import onnxruntime.training.ortmodule.torch_cpp_extensions.install": "delete this import",
+    "from onnxruntime.training.ortmodule.experimental.hierarchical_ortmodule import X": "fallback=True",
+    "from onnxruntime.training.utils import hooks": "register_forward_hook",
+    "import onnxruntime.training.anything": "coming-from-onnxruntime-training",
+}.items():
+    try:
+        exec(line)
+    except ImportError as error:
+        assert "has no counterpart" in str(error) and hint in str(error), (line, error)
+    else:
+        raise AssertionError(line)
+print("aliased")
+"""
 
-def test_import_changes_nothing_and_install_aliases_every_module():
+
+@pytest.mark.parametrize("script", [SCRIPT, OLD_PATHS], ids=["modules", "old_paths"])
+def test_import_changes_nothing_and_install_aliases_every_module(script: str) -> None:
     result = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=1200
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=1200
     )
     assert result.returncode == 0, result.stderr
     assert "aliased" in result.stdout

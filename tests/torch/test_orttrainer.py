@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from onnxtrain.compat import ort
-from onnxtrain.compat.ort import amp, optim
+from onnxtrain.compat.ort import amp, fused_adam, optim
 from onnxtrain.compat.ort.orttrainer import (
     IODescription,
     ModelDescription,
@@ -221,3 +221,38 @@ def test_old_names_are_there() -> None:
         _ = ort.nothing
     ours = ort.ORTModule(nn.Linear(2, 2), ort.ortmodule.DebugOptions(save_onnx=True))
     assert list(ours.state_dict()) == ["weight", "bias"]
+
+
+def adam(mode: int, decay: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the parameters after three steps of ``FusedAdam``, and of the formula in float64."""
+    torch.manual_seed(0)
+    p, grads = torch.randn(5), torch.randn(3, 5)
+    ours = nn.Parameter(p.clone())
+    optimizer = fused_adam.FusedAdam([ours], lr=0.1, weight_decay=decay, adam_w_mode=mode)
+    x, m, v, results, expected = p.double(), torch.zeros(5), torch.zeros(5), [], []
+    for t, g in enumerate(grads.double(), 1):
+        ours.grad = g.float()
+        optimizer.step()
+        results.append(ours.detach().clone())
+        g = g + decay * x if mode == 0 else g
+        x = x * (1 - 0.1 * decay) if mode == 2 else x
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        if mode == 1:
+            x = x - 0.1 * math.sqrt(1 - 0.999**t) / (1 - 0.9**t) * m / (v.sqrt() + 1e-6)
+            x = x * (1 - 0.1 * decay)
+        else:
+            x = x - 0.1 * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-6)
+        expected.append(x.float())
+    return results, expected
+
+
+@pytest.mark.parametrize("mode", list(fused_adam.AdamWMode))
+def test_fused_adam_follows_the_formula(mode: int) -> None:
+    for result, expected in zip(*adam(mode, 0.3), strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = fused_adam.FusedAdam([parameter])
+    assert optimizer.step(lambda: parameter.sum()) == 2.0  # no gradient: nothing to update
+    parameter.grad = torch.ones(2)
+    optimizer.zero_grad()
+    assert parameter.grad is None

@@ -18,6 +18,7 @@ import numpy as np
 
 from onnxtrain.compat.ort.errors import OrtError
 from onnxtrain.compat.ort.graph_builder import (
+    GradientGraphBuilder,
     GraphInfo,
     OrtModuleGraphBuilder,
     OrtModuleGraphBuilderConfiguration,
@@ -211,6 +212,7 @@ class TrainingAgent:
 
 
 __all__ = [
+    "GradientGraphBuilder",
     "GraphInfo",
     "OrtModuleGraphBuilder",
     "OrtModuleGraphBuilderConfiguration",

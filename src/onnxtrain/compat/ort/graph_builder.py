@@ -1,24 +1,29 @@
-"""``OrtModuleGraphBuilder``: build the gradient model of a model and the names to train."""
+"""``GradientGraphBuilder`` and ``OrtModuleGraphBuilder``: build gradient models.
+
+The first writes one model of outputs and gradients. The second splits forward and backward pass, for a
+``TrainingAgent``.
+"""
 
 from __future__ import annotations
 
 import base64
 import dataclasses
 import json
+import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.autodiff.gradients import lift, vjp
+from onnxtrain.autodiff.gradients import grad, lift, vjp
 from onnxtrain.autodiff.split import Split, split
 from onnxtrain.compat.ort.errors import OrtError, as_ort_errors
 from onnxtrain.errors import expected_one_of
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.io import load
+from onnxtrain.graph.io import load, save
 from onnxtrain.graph.io.writer import finalize
 from onnxtrain.graph.simplify import simplify
 
@@ -109,6 +114,59 @@ class Parts:
         for name in ("forward", "backward"):
             fields[name] = zlib.decompress(base64.b64decode(fields[name]))
         return cls(**fields)
+
+
+class GradientGraphBuilder:
+    """Add gradients of a scalar output to a model, as outputs ``<name>_grad``.
+
+    Args:
+        serialized_model: the model.
+        y_node_arg_names: the outputs to differentiate; only the loss is supported.
+        x_node_arg_names: inputs and initializers to differentiate with respect to.
+        loss_node_arg_name: the loss.
+        options: accepted without effect.
+    """
+
+    def __init__(
+        self,
+        serialized_model: bytes | onnx.ModelProto,
+        y_node_arg_names: Collection[str],
+        x_node_arg_names: Collection[str],
+        loss_node_arg_name: str,
+        options: Any = None,
+    ) -> None:
+        del options
+        if set(y_node_arg_names) != {loss_node_arg_name}:
+            raise OrtError(
+                f"y_node_arg_names must be {{{loss_node_arg_name!r}}}, got "
+                f"{sorted(y_node_arg_names)}\nhint: differentiate several outputs with onnxtrain.vjp"
+            )
+        with as_ort_errors():
+            self._model = load(serialized_model)
+        known = [x.name or "" for x in self._model.graph.inputs]
+        known += self._model.graph.initializers
+        unknown = sorted(set(x_node_arg_names) - set(known))
+        if unknown:
+            expected = expected_one_of(unknown[0], known)
+            raise OrtError(f"unknown input or initializer: {', '.join(unknown)} {expected}")
+        self._wrt = [n for n in dict.fromkeys(known) if n in set(x_node_arg_names)]
+        self._loss = loss_node_arg_name
+        self._built: onnx.ModelProto | None = None
+
+    def build(self) -> None:
+        """Build the gradient graph."""
+        with as_ort_errors():
+            self._built = grad(self._model, self._wrt, self._loss)
+
+    def get_model(self) -> bytes:
+        """Return the model: without gradients before :meth:`build`, with them after."""
+        proto = finalize(load(self._model)) if self._built is None else self._built
+        return proto.SerializeToString()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model of :meth:`get_model`."""
+        with as_ort_errors():
+            save(load(self.get_model()), path)
 
 
 class OrtModuleGraphBuilder:

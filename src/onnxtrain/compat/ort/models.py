@@ -28,6 +28,7 @@ from onnxtrain.compat.ort.state import Store
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder, copy_nodes
 from onnxtrain.graph.io import load, save
+from onnxtrain.graph.io.writer import strip_traces
 from onnxtrain.graph.nodes import is_standard
 from onnxtrain.graph.simplify import remove_dead
 from onnxtrain.importer import prepare
@@ -79,7 +80,9 @@ def evaluation_model(
     del graph.input[:], graph.initializer[:]
     graph.input.extend(wanted)
     graph.initializer.extend(kept)
-    return model
+    result = ir.from_proto(model)
+    strip_traces(result)  # no paths of the exporting machine in the file
+    return ir.to_proto(result)
 
 
 def _switch_off(node: onnx.NodeProto, renamed: dict[str, str]) -> None:

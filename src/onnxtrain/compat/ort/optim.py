@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import importlib
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -357,14 +359,15 @@ class PolyWarmupLRScheduler(_Warmup):
         return ((base - self.lr_end) * decay + self.lr_end) / base
 
 
-class lr_scheduler:  # noqa: N801 - the name of a submodule upstream
-    """The namespace ``optim.lr_scheduler`` of onnxruntime-training."""
+_LRScheduler = LRSchedulerBase
+lr_scheduler = sys.modules[__name__]
+"""The name of a submodule of onnxruntime-training."""
 
-    _LRScheduler = LRSchedulerBase
-    ConstantWarmupLRScheduler = ConstantWarmupLRScheduler
-    CosineWarmupLRScheduler = CosineWarmupLRScheduler
-    LinearWarmupLRScheduler = LinearWarmupLRScheduler
-    PolyWarmupLRScheduler = PolyWarmupLRScheduler
+
+def __getattr__(name: str) -> Any:
+    if name in ("AdamWMode", "FusedAdam"):  # these need torch, which this module does not
+        return getattr(importlib.import_module("onnxtrain.compat.ort.fused_adam"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
