@@ -78,7 +78,7 @@ for line, hint in {
     "from onnxruntime.capi import checkpointing_utils": "use ORTTrainer.save_checkpoint",
     "from onnxruntime.training.ortmodule import _fallback": "public methods of ORTModule",
     "import onnxruntime.training.ortmodule.torch_cpp_extensions.install": "delete this import",
-    "from onnxruntime.training.ortmodule.experimental.hierarchical_ortmodule import X": "fallback=True",
+    "import onnxruntime.training.ortmodule.experimental.hierarchical_ortmodule": "fallback=True",
     "from onnxruntime.training.utils import hooks": "register_forward_hook",
     "import onnxruntime.training.anything": "coming-from-onnxruntime-training",
 }.items():

@@ -1,8 +1,8 @@
 """Alias this package as ``onnxruntime.training``; import modules that need torch on first use.
 
-``install`` adds a finder for the import paths of all releases that had the training API. A path whose
-content moved leads to the module that has it now. A path without counterpart raises ImportError, with
-the replacement.
+``install`` adds a finder for the import paths of all releases that had the training API. A path
+whose content moved leads to the module that has it now. A path without counterpart raises
+ImportError, with the replacement.
 """
 
 from __future__ import annotations

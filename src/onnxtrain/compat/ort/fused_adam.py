@@ -1,4 +1,4 @@
-"""``FusedAdam``: Adam and both variants of AdamW in one torch optimizer, as in onnxruntime-training.
+"""``FusedAdam``: Adam and both variants of AdamW in one torch optimizer.
 
 The updates are those of the old CUDA kernel, computed by torch on any device.
 """

@@ -1,7 +1,7 @@
 """``GradientGraphBuilder`` and ``OrtModuleGraphBuilder``: build gradient models.
 
-The first writes one model of outputs and gradients. The second splits forward and backward pass, for a
-``TrainingAgent``.
+The first writes one model of outputs and gradients. The second splits forward and backward pass,
+for a ``TrainingAgent``.
 """
 
 from __future__ import annotations
@@ -138,8 +138,9 @@ class GradientGraphBuilder:
         del options
         if set(y_node_arg_names) != {loss_node_arg_name}:
             raise OrtError(
-                f"y_node_arg_names must be {{{loss_node_arg_name!r}}}, got "
-                f"{sorted(y_node_arg_names)}\nhint: differentiate several outputs with onnxtrain.vjp"
+                f"y_node_arg_names must be {{{loss_node_arg_name!r}}}, "
+                f"got {sorted(y_node_arg_names)}\n"
+                "hint: differentiate several outputs with onnxtrain.vjp"
             )
         with as_ort_errors():
             self._model = load(serialized_model)
