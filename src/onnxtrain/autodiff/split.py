@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import onnx
 import onnx_ir as ir
 
 from onnxtrain.autodiff.differentiate import ancestor_nodes
 from onnxtrain.autodiff.gradients import GradientModel, Names, prepare_gradients
+from onnxtrain.graph import shapes as S
 from onnxtrain.graph.io.reader import Source
 from onnxtrain.graph.io.writer import finalize
 from onnxtrain.graph.nodes import captured
@@ -72,17 +74,34 @@ def split(
     grads = both.differentiate(cotangents, wrt_values)
     for x in wrt_values:
         both.output(f"{x.name}_grad", grads[x], x)
-    return _cut(both.finish(), inputs, own, [x.name or "" for x in wrt_values], names)
+    _hide_sizes(list(cotangents.values()), [x for x in both.graph.inputs if x.name in inputs])
+    wrt_names = [x.name or "" for x in wrt_values]
+    return _cut(both.finish(), dict(both.graph.meta), inputs, own, wrt_names, names)
+
+
+def _hide_sizes(cotangents: list[ir.Value], inputs: list[ir.Value]) -> None:
+    """Make symbolic sizes unknown that only cotangents have.
+
+    Final passes read a size from the first input that has it; the forward model lacks cotangents.
+    """
+    known = {d for x in inputs for d in S.dims_of(x) or ()}
+    for x in cotangents:
+        dims = S.dims_of(x)
+        if dims is not None:
+            x.shape = ir.Shape([d if isinstance(d, int) or d in known else None for d in dims])
 
 
 def _cut(
     both: onnx.ModelProto,
+    meta: dict[str, Any],
     inputs: list[str],
     outputs: list[str],
     wrt: list[str],
     selected: list[str],
 ) -> Split:
     forward, backward = ir.from_proto(both), ir.from_proto(both)
+    forward.graph.meta.update(meta)  # where large weights are
+    backward.graph.meta.update(meta)
     count = len(outputs)
     nodes = list(forward.graph)
     forward_nodes = ancestor_nodes(nodes, list(forward.graph.outputs)[:count])

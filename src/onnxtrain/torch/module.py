@@ -27,6 +27,7 @@ from onnxtrain.autodiff.split import split
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.io.external_data import weights_folder
 from onnxtrain.graph.io.writer import finalize
 from onnxtrain.graph.nodes import nodes
 from onnxtrain.graph.simplify import simplify
@@ -64,6 +65,11 @@ class TrainableModule(nn.Module):
         self, module: nn.Module, *, fallback: bool = False, threads: int | None = None
     ) -> None:
         super().__init__()
+        if not isinstance(module, nn.Module):
+            raise OnnxTrainError(
+                f"not a torch module: {module!r}\n"
+                "hint: onnxtrain.torch.as_module(...) makes one of an ONNX model"
+            )
         self.module = module
         self.fallback = fallback
         self.threads = threads
@@ -303,9 +309,16 @@ class CompiledCall:
 class Session:
     """An onnxruntime session with the names of its inputs and outputs."""
 
-    def __init__(self, model: onnx.ModelProto, device: torch.device, threads: int | None) -> None:
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        device: torch.device,
+        threads: int | None,
+        folder: str | None = None,
+    ) -> None:
+        data = model.SerializeToString()
         self.session = runtime.create(
-            model.SerializeToString(),
+            data if folder is None else runtime.ModelWithWeightsFolder.of(data, folder),
             device=device.type,
             device_id=device.index or 0,
             threads=threads,
@@ -334,7 +347,7 @@ def compile_call(
         previous: compiled calls of the same kind; axes whose sizes differ from theirs become
             symbolic.
     """
-    device = _device(module, call)
+    device = device_of(module, call.tensors)
     call = dataclasses.replace(call, tensors=detached_copy(call.tensors))
     with torch.no_grad(), torch.random.fork_rng(devices=[]), restore_statistics(module):
         args, kwargs = call.arguments(call.tensors)
@@ -350,7 +363,7 @@ def compile_call(
     graph = work.graph
     output_names = [y.name or "" for y in graph.outputs]
     portable_dropout(work, rng_input_name=RNG)
-    updated_buffers = _expose_statistics(work)
+    updated_buffers = expose_statistics(work)
     _check_statistics_updated(model, updated_buffers)
     read = {
         f"{_INNER_PREFIX}{n}": n
@@ -391,7 +404,7 @@ def compile_call(
             f"{type(module).__name__} returns {len(compiled.positions)} tensors, "
             f"the exported graph has {len(output_names)} outputs"
         )
-    _split_graphs(compiled, work, wrt, threads)
+    split_graphs(compiled, work, wrt, threads)
     return compiled
 
 
@@ -463,7 +476,7 @@ def _distinct_parameters(model: ir.Model) -> tuple[list[str], list[str]]:
     return list(by_initializer.values()), list(by_initializer)
 
 
-def _expose_statistics(work: ir.Model) -> dict[str, str]:
+def expose_statistics(work: ir.Model) -> dict[str, str]:
     """Add the updated running statistics as outputs; return output -> buffer of the module."""
     op = OpBuilder(work.graph, "module/")
     updated_buffers: dict[str, str] = {}
@@ -491,22 +504,24 @@ def _check_statistics_updated(model: ir.Model, updated_buffers: Mapping[str, str
         raise ExportError(f"training mode: the graph does not update {', '.join(lost[:5])}")
 
 
-def _split_graphs(
+def split_graphs(
     compiled: CompiledCall, work: ir.Model, wrt: list[str], threads: int | None
 ) -> None:
+    """Create the sessions of a call; ``wrt`` are the inputs of ``work`` that get a gradient."""
     floats = [
         y.name or "" for y in work.graph.outputs if y.name in compiled.outputs and S.is_float(y)
     ]
+    device, folder = compiled.device, weights_folder(work)
     if wrt and floats:
-        parts = split(work, wrt, floats, target=compiled.device.type)
-        compiled.forward = Session(parts.forward, compiled.device, threads)
-        compiled.backward = Session(parts.backward, compiled.device, threads)
+        parts = split(work, wrt, floats, target=device.type)
+        compiled.forward = Session(parts.forward, device, threads, folder)
+        compiled.backward = Session(parts.backward, device, threads, folder)
         compiled.saved, compiled.passed, compiled.wrt = parts.saved, parts.passed, parts.wrt
         compiled.differentiable = parts.outputs
         names = [x.name for x in parts.backward.graph.input]
         compiled.cotangents = tuple(names[len(names) - len(parts.outputs) :])
     else:
-        compiled.forward = Session(finalize(simplify(work)), compiled.device, threads)
+        compiled.forward = Session(finalize(simplify(work)), device, threads, folder)
 
 
 def modes_and_parameters(module: nn.Module) -> tuple[list[bool], list[nn.Parameter]]:
@@ -547,8 +562,9 @@ def _counters(module: nn.Module, updated_buffers: Mapping[str, str]) -> list[str
     return [n for n in names if n in known]
 
 
-def _device(module: nn.Module, call: FlatArguments) -> torch.device:
-    tensors = [*call.tensors, *module.parameters(), *module.buffers()]
+def device_of(module: nn.Module, inputs: Sequence[torch.Tensor]) -> torch.device:
+    """Return the device of a call: that of its inputs, parameters and buffers."""
+    tensors = [*inputs, *module.parameters(), *module.buffers()]
     devices = {t.device for t in tensors}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))

@@ -384,5 +384,11 @@ def detach_weights(model: ir.Model) -> bool:
     return shared is not None
 
 
+def weights_folder(model: ir.Model) -> str | None:
+    """Return the folder of the file that has a model's larger weights, if there is one."""
+    shared: SharedWeights | None = model.graph.meta.get(_META)
+    return None if shared is None or shared.path is None else str(shared.path.parent)
+
+
 def _stored(tensor: ir.TensorProtocol) -> StoredTensor | None:
     return tensor.meta.get(STORED_TENSOR)
