@@ -190,7 +190,7 @@ def test_long_texts_are_split_and_long_prompts_are_dropped(tokenizer: Tokenizer)
     made = make_examples(read_records(rows), tokenizer, max_length=16)
     assert made.truncated == (1, 2)
     assert made.dropped == (1,)
-    assert "1 dropped: no answer within max_length (line 1)" in made.note()
+    assert "1 dropped: no token to train on within max_length (line 1)" in made.note()
     with pytest.raises(PrepareError, match="no example has a token to train on"):
         make_examples(read_records(rows[:1]), tokenizer, max_length=16)
 

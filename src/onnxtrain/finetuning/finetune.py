@@ -10,7 +10,6 @@ import dataclasses
 import json
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ import onnx_ir as ir
 from onnxtrain.adapters import Adapted, lora
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.artifacts.build import build
-from onnxtrain.errors import OnnxTrainError
+from onnxtrain.errors import OnnxTrainError, SaveError, by_caller
 from onnxtrain.finetuning.arguments import FineTuneOptions
 from onnxtrain.finetuning.tasks import (
     CausalTask,
@@ -31,14 +30,15 @@ from onnxtrain.finetuning.tasks import (
     VisionTask,
 )
 from onnxtrain.graph.io import CheckedModel, load, save
-from onnxtrain.graph.io.writer import bytes_writer, write_files
+from onnxtrain.graph.io.limits import JSON_BYTES, read_json, read_regular
+from onnxtrain.graph.io.writer import as_save_error, bytes_writer, write_files
 from onnxtrain.importer import expose_weights
 from onnxtrain.options import from_arguments, recorded_options
 from onnxtrain.planning import plan
 from onnxtrain.planning.memory_plan import format_bytes
 from onnxtrain.text.data import TokenBatches
 from onnxtrain.text.generate import Decoder, Sampling, generate_tokens, make_decoder
-from onnxtrain.text.model_folder import ModelFolder, inspect_model
+from onnxtrain.text.model_folder import LINK_HINT, ModelFolder, files_root, inspect_model
 from onnxtrain.training import Trainer
 from onnxtrain.training.callbacks import Callback, Record
 from onnxtrain.training.fit import History
@@ -118,10 +118,16 @@ _PEFT_TASK_TYPES = {
 
 def copy_companion_files(folder: ModelFolder, target: Path) -> None:
     """Copy the tokenizer and configuration files of a model to another folder."""
+    root = files_root(folder.folder)
     for name in _COMPANION_FILES:
         source = folder.folder / name
-        if source.is_file():
-            shutil.copyfile(source, target / name)
+        if not os.path.lexists(source):
+            continue
+        try:
+            data = read_regular(source, JSON_BYTES, within=root)
+        except OSError as error:
+            raise SaveError(f"{str(source)!r}: {error.strerror}\n{LINK_HINT}") from error
+        write_files(repr(str(target / name)), {str((target / name).absolute()): bytes_writer(data)})
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -379,6 +385,8 @@ class FineTuneRun:
             recompute=o.recompute,
             target="cuda" if o.device.startswith("cuda") else "cpu",
         )
+        if adapted is not None:
+            task.notes += _adapter_notes(adapted, artifacts)
         return adapted, artifacts
 
     def plan(self, adapted: Adapted | None, artifacts: Artifacts) -> list[str]:
@@ -396,13 +404,7 @@ class FineTuneRun:
             + f", {o.optimizer}, lr {o.lr:g}, {o.schedule}",
             *self._memory(artifacts),
         ]
-        notes = [*self.task.notes, *(() if adapted is None else adapted.notes)]
-        if adapted is not None and adapted.not_in_peft:
-            notes.append(
-                f"no peft/: torch packs {adapted.not_in_peft[0]} with other modules, "
-                "interleaved by head"
-            )
-        return [*lines, *(f"note: {n}" for n in dict.fromkeys(notes))]
+        return [*lines, *(f"note: {n}" for n in dict.fromkeys(self.task.notes))]
 
     def _memory(self, artifacts: Artifacts) -> list[str]:
         """Return a line with the peak memory of the largest batch; the estimate is for the CPU."""
@@ -415,11 +417,13 @@ class FineTuneRun:
         """Train, and write results to a folder."""
         o, task = self.options, self.task
         say = _line_printer(o.progress)
+        self._check_output(output)
         self._check_settings(output)
         adapted, artifacts = self.build()
         for line in self.plan(adapted, artifacts):
             say(line)
-        output.mkdir(parents=True, exist_ok=True)
+        with as_save_error(str(output)):
+            output.mkdir(parents=True, exist_ok=True)
         write_json(output / SETTINGS, self._settings)
         prompts, texts_before = self._generate_before(say)
         trainer = Trainer(artifacts, device=o.device, seed=o.seed, threads=o.threads)
@@ -449,6 +453,7 @@ class FineTuneRun:
         return trainer.fit(
             batches,
             epochs=o.epochs,
+            batch_size=o.batch_size,
             lr=o.lr,
             schedule=o.schedule,
             warmup=o.warmup,
@@ -515,15 +520,33 @@ class FineTuneRun:
         tokenizer = self.task.tokenizer
         return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
 
+    def _check_output(self, output: Path) -> None:
+        """Check that the output folder is a folder, without links that lead out of it.
+
+        Model files and tokenizers are written into folders of it.
+        """
+        if os.path.lexists(output) and not output.is_dir():
+            raise SaveError(
+                f"{output}: the output is a file, not a folder\n"
+                f"hint: {by_caller('pass another folder as output', '-o FOLDER')}"
+            )
+        names = ("run", "peft", "base", "merged")
+        paths = (p for n in names for p in (output / n, *(output / n).rglob("*")))
+        link = next((p for p in paths if p.is_symlink()), None)
+        if link is not None:
+            raise SaveError(f"{link}: the output folder has a link\nhint: remove {link}")
+
     def _check_settings(self, output: Path) -> None:
         """Check that a resumed run has the options of the original run."""
         path = output / SETTINGS
         if not self.options.resume or not path.is_file():
             return
         try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+            stored = read_json(path, within=output)
+        except (OSError, ValueError) as error:
             raise OnnxTrainError(f"{str(path)!r}: cannot be read: {error}") from error
+        if not isinstance(stored, dict):
+            raise OnnxTrainError(f"{str(path)!r}: not the settings of a run")
         now = json.loads(json.dumps(self._settings))
         changed = [n for n in now if n in stored and stored[n] != now[n]]
         if changed:
@@ -549,6 +572,25 @@ class FineTuneRun:
             "stopped": result.history.stopped,
         }
         write_json(output / REPORT, report)
+
+
+def _adapter_notes(adapted: Adapted, artifacts: Artifacts) -> list[str]:
+    """Return what users should know about the adapters of a run."""
+    notes = list(adapted.notes)
+    trained = {p.name for p in artifacts.manifest.parameters}
+    unused = [a.module for a in adapted.adapters if trained.isdisjoint(a.parameters)]
+    if unused:
+        more = ", ..." if len(unused) > 3 else ""
+        notes.append(
+            f"{len(unused)} adapters do not train, the loss does not depend on them: "
+            f"{', '.join(unused[:3])}{more}"
+        )
+    if adapted.not_in_peft:
+        notes.append(
+            f"no peft/: torch packs {adapted.not_in_peft[0]} with other modules, "
+            "interleaved by head"
+        )
+    return notes
 
 
 def _format_metrics(metrics: dict[str, float]) -> str:

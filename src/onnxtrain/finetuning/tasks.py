@@ -8,7 +8,6 @@ VisionTask          image classifiers: images with labels
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,10 +16,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.errors import PrepareError, ShapeError
+from onnxtrain.errors import PrepareError, ShapeError, argument
 from onnxtrain.finetuning.arguments import FineTuneOptions
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.io import CheckedModel, load
+from onnxtrain.graph.io.limits import quote
 from onnxtrain.heads import replace_head
 from onnxtrain.losses import LossLike, MultipleNegatives
 from onnxtrain.manifest import TensorSpec
@@ -42,8 +42,10 @@ from onnxtrain.text.data import (
 from onnxtrain.text.model_folder import (
     LOGITS,
     ModelFolder,
+    Settings,
     add_classifier,
     add_pooling,
+    read_settings,
     without_cache,
 )
 from onnxtrain.text.tokenizer import Tokenizer
@@ -81,7 +83,7 @@ class Task:
         if limit is not None and requested > limit:
             raise PrepareError(
                 f"max_length={requested} exceeds the {limit} positions of the model\n"
-                f"hint: max_length={limit}"
+                f"hint: {argument('max_length', limit)}"
             )
         return requested
 
@@ -161,6 +163,8 @@ class CausalTask(Task):
                     f"{len(long)} rows have more than {self.max_length} tokens, first row {long[0]}"
                     "\nhint: truncate the rows or increase max_length"
                 )
+            if examples.note():
+                self.notes.append(f"the data: {examples.note()}")
             check_vocabulary(examples, self.folder.vocab_size)
             return examples
         records = self.read(data)
@@ -348,9 +352,11 @@ class _EncoderTask(Task):
     def _read(self, data: Any) -> Records:
         records = self.read(data)
         if records.format not in self.formats:
+            kind = next((k for k, f in _KINDS_OF_RECORDS if records.format in f), None)
+            hint = "" if kind is None else f", or {argument('kind', kind)}"
             raise PrepareError(
                 f"{self.folder.kind} does not support records with {', '.join(records.fields)}\n"
-                f"hint: use {self._example_record()}"
+                f"hint: use {self._example_record()}{hint}"
             )
         return records
 
@@ -489,6 +495,9 @@ def _check_classes(classes: Sequence[str]) -> None:
         )
 
 
+_KINDS_OF_RECORDS = (("classification", ("label",)), ("embeddings", ("pair", "triplet")))
+
+
 class EmbeddingTask(_EncoderTask):
     """Train an encoder on pairs of texts: similar texts get similar embeddings."""
 
@@ -590,15 +599,8 @@ class VisionTask(Task):
         shape = ("batch", *(d if d is not None else _DEFAULT_IMAGE_SIZE for d in dims[1:]))
         return TensorSpec(x.name or "", "float32", shape, "input")
 
-    def _settings(self) -> dict[str, Any]:
-        path = self.folder.folder / "preprocessor_config.json"
-        if not path.is_file():
-            return {}
-        try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise PrepareError(f"{str(path)!r}: cannot be read: {error}") from error
-        return value if isinstance(value, dict) else {}
+    def _settings(self) -> Settings:
+        return read_settings(self.folder.folder / "preprocessor_config.json")
 
     def _read(self, data: Any) -> tuple[np.ndarray, np.ndarray]:
         if isinstance(data, Mapping):
@@ -610,7 +612,13 @@ class VisionTask(Task):
             )
         target = TensorSpec(LABELS, "int64", ("batch",), "target")
         classes = {LABELS: self.classes} if self.classes else {}
-        read = read_images(Path(data), (self.image, target), classes)
+        skipped = list[str]()
+        read = read_images(Path(data), (self.image, target), classes, skipped)
+        if skipped:
+            more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
+            total = len(skipped) + len(read.arrays[LABELS])
+            listing = "; ".join(skipped[:5])
+            self._note(f"{data}: skipped {len(skipped)} of {total} images: {listing}{more}")
         self.classes = list(read.classes[LABELS])
         return self._normalize(read.arrays[self.image.name]), read.arrays[LABELS]
 
@@ -649,6 +657,12 @@ class VisionTask(Task):
             return images
         axis = 1 if self.image.shape[1] in (1, 3) else 3
         shape = [-1 if i == axis else 1 for i in range(4)]
+        for name, values in (("image_mean", mean), ("image_std", std)):
+            if not _are_channels(values, images.shape[axis], positive=name == "image_std"):
+                raise PrepareError(
+                    f"{str(settings.path)!r}: {name} must be {images.shape[axis]} finite numbers"
+                    f"{' above 0' if name == 'image_std' else ''}, got {quote(values)}"
+                )
         mean, std = (np.asarray(v, np.float32).reshape(shape) for v in (mean, std))
         return (images - mean) / std
 
@@ -726,12 +740,20 @@ class VisionTask(Task):
         return f"{len(self.train)} images; {validation}; {len(self.classes)} classes: {names}"
 
 
-def _image_size(settings: Mapping[str, Any]) -> tuple[int | None, int | None]:
+def _are_channels(values: Any, count: int, *, positive: bool) -> bool:
+    """Return whether values are a number per channel, or one number for all of them."""
+    numbers = values if isinstance(values, list) else [values]
+    low = 1e-6 if positive else -1e6
+    return len(numbers) in (1, count) and all(
+        isinstance(v, int | float) and not isinstance(v, bool) and low <= v <= 1e6 for v in numbers
+    )
+
+
+def _image_size(settings: Settings) -> tuple[int | None, int | None]:
     """Return height and width in a preprocessor configuration, if it has them."""
-    size = settings.get("crop_size") or settings.get("size")
-    if isinstance(size, int):
-        return size, size
-    if isinstance(size, Mapping):
-        edge = size.get("shortest_edge")
-        return size.get("height", edge), size.get("width", edge)
-    return None, None
+    name = "crop_size" if settings.get("crop_size") else "size"
+    if not isinstance(settings.get(name), Mapping):
+        return settings.size(name), settings.size(name)
+    size = settings.inner(name)
+    edge = size.size("shortest_edge")
+    return size.size("height") or edge, size.size("width") or edge

@@ -12,6 +12,7 @@ import ctypes
 import functools
 import os
 import sys
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -458,9 +459,11 @@ def write_adapter(path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray]
     file.set_adapter_version(_VERSION)
     file.set_model_version(_VERSION)
     file.set_parameters({n: ort_value(a) for n, a in arrays.items()})
-    part = f"{target}.part"
     try:
-        file.export_adapter(part)
-        os.replace(part, target)
+        # onnxruntime opens the file by name: in a folder of our own there are no links.
+        with tempfile.TemporaryDirectory(dir=os.path.dirname(target)) as folder:
+            part = os.path.join(folder, "adapter")
+            file.export_adapter(part)
+            os.replace(part, target)
     except (OSError, RuntimeError) as error:
         raise SaveError(f"{os.fsdecode(path)!r}: cannot be written\n  {error}") from error

@@ -9,10 +9,11 @@ preview        examples as text, with the tokens that count in the loss
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
+import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from onnxtrain.errors import LabelError, LoadError, PrepareError, ShapeError
-from onnxtrain.graph.io.limits import open_regular
+from onnxtrain.graph.io.limits import read_json
 from onnxtrain.text.model_folder import (
     ATTENTION_MASK,
     INPUT_IDS,
@@ -31,6 +32,7 @@ from onnxtrain.text.model_folder import (
 )
 from onnxtrain.text.tokenizer import Tokenizer
 from onnxtrain.training.data import Batch, shuffled
+from onnxtrain.training.data_files import DELIMITERS, read_csv, read_text
 
 RECORD_FORMATS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -149,34 +151,30 @@ class _InvalidRow:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Any]]:
-    try:
-        with open_regular(path) as file:
-            data = file.read()
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise LoadError(f"{str(path)!r}: cannot be read: {reason}") from error
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise LoadError(
-            f"{str(path)!r}: not UTF-8, first invalid byte in line {line}\nhint: save it as UTF-8"
-        ) from error
     ending = path.suffix.lower()
-    if ending in (".jsonl", ".ndjson"):
-        yield from _json_lines(text)
+    if ending in DELIMITERS:
+        yield from _csv_rows(path)
     elif ending == ".json":
-        yield from _json_list(text, path)
-    elif ending in (".csv", ".tsv"):
-        reader = csv.DictReader(text.splitlines(), delimiter="\t" if ending == ".tsv" else ",")
-        for row in reader:
-            yield reader.line_num, {k: v for k, v in row.items() if k is not None}
+        yield from _json_list(path)
+    elif ending in (".jsonl", ".ndjson"):
+        yield from _json_lines(read_text(path))
     else:
-        yield from _paragraphs(text)
+        yield from _paragraphs(read_text(path))
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    (_, names), *rows = read_csv(path) or [(1, [])]
+    for line, cells in rows:
+        if len(cells) > len(names):
+            yield line, _InvalidRow(f"has {len(cells)} cells, expected {len(names)}")
+        else:
+            yield line, dict(zip(names, cells, strict=False))
 
 
 def _json_lines(text: str) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(text.splitlines(), 1):
+    # Not splitlines(), which also splits at U+2028 and U+0085: JSON texts may contain them.
+    lines = text.split("\n")
+    for number, line in enumerate(lines if lines[-1] else lines[:-1], 1):
         if not line.strip():
             yield number, _InvalidRow("empty")
             continue
@@ -184,24 +182,27 @@ def _json_lines(text: str) -> Iterator[tuple[int, Any]]:
             yield number, json.loads(line)
         except ValueError as error:
             yield number, _InvalidRow(f"not JSON ({error})")
+        except RecursionError:
+            yield number, _InvalidRow("not JSON (nested too deeply)")
 
 
-def _json_list(text: str, path: Path) -> Iterator[tuple[int, Any]]:
+def _json_list(path: Path) -> Iterator[tuple[int, Any]]:
     try:
-        value = json.loads(text)
+        value = read_json(path)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise LoadError(f"{path}: cannot be read: {reason}") from error
     except ValueError as error:
-        raise LoadError(f"{str(path)!r}: not JSON: {error}") from error
+        raise LoadError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, list):
-        raise LoadError(
-            f"{str(path)!r}: not a list of records\nhint: use .jsonl for one object per line"
-        )
+        raise LoadError(f"{path}: not a list of records\nhint: use .jsonl for one object per line")
     yield from enumerate(value, 1)
 
 
 def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
     """Yield the paragraphs of a text with the number of their first line."""
     paragraph, first = list[str](), 0
-    for number, line in enumerate([*text.splitlines(), ""], 1):
+    for number, line in enumerate([*re.split(r"\r\n|\r|\n", text), ""], 1):
         if line.strip():
             first = first if paragraph else number
             paragraph.append(line)
@@ -212,7 +213,8 @@ def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
 
 def _record(row: Any, line: int) -> Record | _InvalidRow:
     if isinstance(row, str):
-        return Record("text", {"text": row}, line) if row.strip() else _InvalidRow("empty")
+        row = {"text": row} if row.strip() else {}
+        return _validated_record("text", row, line) if row else _InvalidRow("empty")
     if not isinstance(row, Mapping):
         return _InvalidRow(f"not an object but {type(row).__name__}")
     fields = {str(k).strip().lower(): v for k, v in row.items()}
@@ -233,10 +235,18 @@ def _validated_record(format: str, fields: dict[str, Any], line: int) -> Record 
             else Record(format, {"messages": messages}, line)
         )
     texts = [n for n in fields if n != "label"]
-    wrong = [n for n in texts if not isinstance(fields[n], str) or not fields[n].strip()]
+    wrong = [n for n in texts if not _is_text(fields[n]) or not fields[n].strip()]
     if wrong:
         return _InvalidRow(f"{wrong[0]!r} is not text")
+    label = fields.get("label", "")
+    if not (_is_text(label) or (isinstance(label, int | float) and math.isfinite(label))):
+        return _InvalidRow("'label' is not a text or a number")
     return Record(format, fields, line)
+
+
+def _is_text(value: Any) -> bool:
+    """Return whether a value is a string of characters; JSON also has halves of them."""
+    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def _parse_messages(value: Any) -> list[dict[str, Any]] | _InvalidRow:
@@ -248,7 +258,7 @@ def _parse_messages(value: Any) -> list[dict[str, Any]] | _InvalidRow:
             return _InvalidRow(f"message {i + 1} is not an object")
         role, content = m.get("role", m.get("from")), m.get("content", m.get("value"))
         role = {"human": "user", "gpt": "assistant"}.get(str(role), role)
-        if not isinstance(role, str) or not isinstance(content, str):
+        if not _is_text(role) or not _is_text(content):
             return _InvalidRow(f"message {i + 1} has no role or no text content")
         messages.append({**m, "role": role, "content": content})
     if not any(m["role"] == "assistant" for m in messages):
@@ -303,7 +313,7 @@ class Examples:
         notes = []
         for lines, what in (
             (self.truncated, "truncated to max_length"),
-            (self.dropped, "dropped: no answer within max_length"),
+            (self.dropped, "dropped: no token to train on within max_length"),
         ):
             if lines:
                 listing = ", ".join(map(str, lines[:5])) + (" ..." if len(lines) > 5 else "")
@@ -443,15 +453,25 @@ _EXAMPLE_BUILDERS = {
 
 
 def from_arrays(ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]] | None) -> Examples:
-    """Return examples from token ids; without labels all tokens count in the loss."""
+    """Return examples from token ids; without labels all tokens count in the loss.
+
+    Raises:
+        PrepareError: if no row has a token in the loss.
+    """
     rows = [np.asarray(row, np.int64) for row in ids]
     targets = rows if labels is None else [np.asarray(row, np.int64) for row in labels]
     unequal = [i for i, (a, b) in enumerate(zip(rows, targets, strict=False)) if a.shape != b.shape]
     if len(rows) != len(targets) or unequal or any(r.ndim != 1 for r in rows):
         where = f" in row {unequal[0]}" if unequal else ""
         raise ShapeError(f"ids and labels have different shapes{where}")
-    pairs = enumerate(zip(rows, targets, strict=True), 1)
-    return Examples(tuple(Example(a, b, i) for i, (a, b) in pairs if len(a) > 1))
+    made = [Example(a, b, i) for i, (a, b) in enumerate(zip(rows, targets, strict=True), 1)]
+    kept = tuple(e for e in made if e.learned)
+    if not kept:
+        raise PrepareError(
+            "no row has a token to train on\n"
+            f"hint: rows need two tokens or more, and labels other than {IGNORE_INDEX}"
+        )
+    return Examples(kept, dropped=tuple(e.line for e in made if not e.learned))
 
 
 def check_vocabulary(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import math
 import os
 import re
@@ -28,7 +27,7 @@ from onnxtrain.errors import LoadError, PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder, replace_value
 from onnxtrain.graph.io import CheckedModel, Source, load
-from onnxtrain.graph.io.limits import open_regular
+from onnxtrain.graph.io.limits import OutsideError, quote, read_json, resolve_within
 
 INPUT_IDS = "input_ids"
 INPUTS_EMBEDS = "inputs_embeds"
@@ -84,6 +83,9 @@ def _parts(name: str) -> tuple[str, ...]:
     kinds = kinds if kinds[:1] != ["key"] or "values" not in tokens else kinds[1:]
     return *numbers, *kinds
 
+
+LINK_HINT = "hint: copy the file itself into the folder (`cp -L` follows links)"
+_MAX_SIZE = 2**31 - 1
 
 KINDS = ("causal_lm", "classification", "embeddings", "vision")
 _DEFAULT_FILES = (
@@ -147,8 +149,9 @@ def inspect_model(model: str | os.PathLike[str], kind: str | None = None) -> Mod
     """
     path = _model_file(Path(model))
     beside = path.parent.parent if path.parent.name == "onnx" else path.parent
-    genai = _json(path.parent / "genai_config.json").get("model", {})
-    config = _json(path.parent / "config.json") or _json(beside / "config.json")
+    settings = read_settings(path.parent / "genai_config.json")
+    genai = settings.inner("model")
+    config = read_settings(path.parent / "config.json") or read_settings(beside / "config.json")
     checked = CheckedModel(load(path), str(path))
     graph = checked.model.graph
     if kind is None:
@@ -158,19 +161,19 @@ def inspect_model(model: str | os.PathLike[str], kind: str | None = None) -> Mod
     if kind not in KINDS:
         near = difflib.get_close_matches(kind, KINDS, n=len(KINDS), cutoff=0.0)
         raise PrepareError(f"unknown kind of model: {kind!r} (expected one of {', '.join(near)})")
-    text = config.get("text_config", config)
-    lengths = [genai.get("context_length"), *(text.get(n) for n in _MAX_LENGTH_FIELDS)]
+    text = config.inner("text_config") or config
+    lengths = [genai.size("context_length"), *map(text.size, _MAX_LENGTH_FIELDS)]
     return ModelFolder(
         path=path,
         model=checked,
         kind=kind,
         reason=reason,
-        vocab_size=_vocab_size(graph, kind) or genai.get("vocab_size") or text.get("vocab_size"),
-        max_positions=next((n for n in lengths if isinstance(n, int)), None),
+        vocab_size=_vocab_size(graph, kind) or genai.size("vocab_size") or text.size("vocab_size"),
+        max_positions=next((n for n in lengths if n is not None), None),
         eos_token_ids=_ids(genai.get("eos_token_id", text.get("eos_token_id"))),
         pad_token_id=next(iter(_ids(genai.get("pad_token_id", text.get("pad_token_id")))), None),
         inputs=tuple(x.name or "" for x in graph.inputs),
-        head_size=genai.get("decoder", {}).get("head_size", text.get("head_dim")),
+        head_size=genai.inner("decoder").size("head_size") or text.size("head_dim"),
     )
 
 
@@ -181,7 +184,13 @@ def _model_file(path: Path) -> Path:
         raise LoadError(
             f"{str(path)!r}: no such file or folder\nhint: pass an .onnx file or its folder"
         )
-    named = _json(path / "genai_config.json").get("model", {}).get("decoder", {}).get("filename")
+    settings = read_settings(path / "genai_config.json")
+    named = settings.inner("model").inner("decoder").get("filename")
+    if isinstance(named, str) and not _is_inside(path / named, path):
+        raise LoadError(
+            f"{str(settings.path)!r}: the model {quote(named)} is outside of its folder\n"
+            "hint: if you trust it, pass the .onnx file itself"
+        )
     for name in (*([named] if isinstance(named, str) else []), *_DEFAULT_FILES):
         if (path / name).is_file():
             return path / name
@@ -194,7 +203,17 @@ def _model_file(path: Path) -> Path:
     raise LoadError(f"{str(path)!r}: found several .onnx files: {listing}; pass one of them")
 
 
-def _detect_kind(graph: ir.Graph, genai: dict[str, Any], config: dict[str, Any]) -> tuple[str, str]:
+def _is_inside(path: Path, folder: Path) -> bool:
+    try:
+        resolve_within(path, files_root(folder))
+    except OSError:
+        return False
+    return True
+
+
+def _detect_kind(
+    graph: ir.Graph, genai: Mapping[str, Any], config: Mapping[str, Any]
+) -> tuple[str, str]:
     """Return the kind of a model, and what it was detected from."""
     inputs = {x.name or "": x for x in graph.inputs}
     outputs = {y.name or "": y for y in graph.outputs}
@@ -214,7 +233,8 @@ def _detect_kind(graph: ir.Graph, genai: dict[str, Any], config: dict[str, Any])
         )
     if genai or any(is_past(n) for n in inputs):
         return "causal_lm", "genai_config.json" if genai else "its KV cache inputs"
-    names = " ".join(config.get("architectures") or [])
+    listed = config.get("architectures")
+    names = " ".join(n for n in listed if isinstance(n, str)) if isinstance(listed, list) else ""
     if "CausalLM" in names or "LMHead" in names:
         return "causal_lm", f"config.json ({names})"
     rank = len(S.dims_of(outputs["logits"]) or ()) if "logits" in outputs else 0
@@ -241,21 +261,74 @@ def _vocab_size(graph: ir.Graph, kind: str) -> int | None:
     return None
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """Return the content of a configuration file; empty if it does not exist."""
-    if not path.is_file():
-        return {}
+def files_root(folder: Path) -> Path:
+    """Return the folder that links in a model folder may lead to: itself, or its download cache.
+
+    Hugging Face's cache has links from ``models--org--name/snapshots/<revision>`` to files in
+    ``models--org--name/blobs``.
+    """
+    for parent in (folder.absolute(), *folder.absolute().parents)[:3]:
+        cache = parent.parent.parent
+        if parent.parent.name == "snapshots" and (cache / "blobs").is_dir():
+            return cache
+    return folder
+
+
+class Settings(dict[str, Any]):
+    """The content of a configuration file; empty if the file does not exist."""
+
+    def __init__(self, path: Path, value: Any, where: str = "") -> None:
+        if not isinstance(value, dict):
+            raise LoadError(
+                f"{str(path)!r}: {where or 'the content'} must be an object, got {quote(value)}"
+            )
+        super().__init__(value)
+        self.path = path
+
+    def inner(self, name: str) -> Settings:
+        """Return the settings of a part, empty without one."""
+        value = self.get(name)
+        return Settings(self.path, {} if value is None else value, name)
+
+    def size(self, name: str) -> int | None:
+        """Return a positive integer, or ``None`` without one."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MAX_SIZE:
+            raise LoadError(
+                f"{str(self.path)!r}: {name} must be an integer from 1 to {_MAX_SIZE}, got "
+                f"{quote(value)}"
+            )
+        return value
+
+
+def read_settings(path: Path) -> Settings:
+    """Return the content of a configuration file.
+
+    Raises:
+        LoadError: if it is no JSON object, over a size limit, not a file, or a link that leads out
+            of the folder.
+    """
+    if not os.path.lexists(path):
+        return Settings(path, {})
     try:
-        with open_regular(path) as file:
-            value = json.loads(file.read())
-    except (OSError, ValueError) as error:
+        return Settings(path, read_json(path, within=files_root(path.parent)))
+    except OutsideError as error:
+        raise LoadError(f"{str(path)!r}: {error.strerror}\n{LINK_HINT}") from error
+    except OSError as error:
+        raise LoadError(f"{str(path)!r}: cannot be read: {error.strerror}") from error
+    except LoadError:
+        raise
+    except ValueError as error:
         raise LoadError(f"{str(path)!r}: cannot be read: {error}") from error
-    return value if isinstance(value, dict) else {}
 
 
 def _ids(value: Any) -> tuple[int, ...]:
     values = value if isinstance(value, list) else [value]
-    return tuple(v for v in values if isinstance(v, int) and not isinstance(v, bool))
+    # Configurations without a token have -1.
+    ids = [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
+    return tuple(v for v in ids if 0 <= v <= _MAX_SIZE)
 
 
 def _has_files(folder: Path) -> bool:

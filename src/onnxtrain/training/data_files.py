@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from onnxtrain.errors import OnnxTrainError
+from onnxtrain.errors import LoadError, OnnxTrainError
 from onnxtrain.graph.io.limits import (
     ARCHIVE_BYTES,
     ARCHIVE_RATIO,
@@ -43,7 +43,7 @@ from onnxtrain.training.columns import (
 )
 
 _JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
-_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 
 class DataFile(NamedTuple):
@@ -77,7 +77,7 @@ def read_data(
     path, known = Path(path), {name: list(texts) for name, texts in (classes or {}).items()}
     if path.is_dir():
         return DataFile(*read_image_folder(path, specs, known))
-    if path.suffix.lower() not in (*_DELIMITERS, *_JSON_LINES_SUFFIXES):
+    if path.suffix.lower() not in (*DELIMITERS, *_JSON_LINES_SUFFIXES):
         columns, origin = read_npz(path), Origin(str(path))
     else:
         columns, lines = _columns(path)
@@ -89,6 +89,7 @@ def read_images(
     path: str | os.PathLike[str],
     specs: Sequence[TensorSpec],
     classes: Mapping[str, Sequence[str]] | None = None,
+    skipped: list[str] | None = None,
 ) -> DataFile:
     """Return images and their labels, from a folder per class or a table of paths.
 
@@ -97,50 +98,79 @@ def read_images(
             with columns ``image`` (paths relative to the file) and ``label``.
         specs: the input for images and the target for labels.
         classes: as for :func:`read_data`.
+        skipped: receives the reason for each file that is not an image; without a list, the first
+            one is an error.
 
     Raises:
-        OnnxTrainError: if a file cannot be read or does not fit the model, with the line.
+        OnnxTrainError: if a file cannot be read or does not fit the model, with the line, or more
+            images are skipped than read.
     """
     path, known = Path(path), {name: list(texts) for name, texts in (classes or {}).items()}
     if path.is_dir():
-        return DataFile(*read_image_folder(path, specs, known))
-    if path.suffix.lower() not in (*_DELIMITERS, *_JSON_LINES_SUFFIXES):
+        return DataFile(*read_image_folder(path, specs, known, skipped))
+    if path.suffix.lower() not in (*DELIMITERS, *_JSON_LINES_SUFFIXES):
         raise OnnxTrainError(
             f"{path}: neither a folder of images nor a table of image paths\n"
             "hint: use a folder per class, or a .csv file with columns image and label"
         )
-    return DataFile(*read_image_table(path, *_columns(path), specs, known))
+    return DataFile(*read_image_table(path, *_columns(path), specs, known, skipped))
 
 
 def _columns(path: Path) -> tuple[dict[str, list[Any]], list[int]]:
     """Return the columns of a table, and the line of each row."""
-    kind = path.suffix.lower()
-    if kind in _DELIMITERS:
-        return _read_table(_text(path), path, _DELIMITERS[kind])
-    return _read_lines(_text(path), path)
+    if path.suffix.lower() in DELIMITERS:
+        return _read_table(path)
+    return _read_lines(read_text(path), path)
 
 
-def _text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the content of a text file.
+
+    Raises:
+        LoadError: if it cannot be read, is over the limit or not UTF-8, with the line.
+    """
+    data = b""
     try:
-        return read_regular(path, TABLE_BYTES).decode("utf-8-sig")
+        data = read_regular(path, TABLE_BYTES)
+        return data.decode("utf-8-sig")
     except OSError as error:
         reason = error.strerror or str(error)
-        raise OnnxTrainError(f"{path}: cannot be read: {reason}\n{HINT}") from error
+        raise LoadError(f"{path}: cannot be read: {reason}") from error
     except UnicodeDecodeError as error:
-        raise OnnxTrainError(f"{path}: not UTF-8 text: {error.reason}") from error
+        line = data[: error.start].count(b"\n") + 1
+        raise LoadError(
+            f"{path}: not UTF-8, first invalid byte in line {line}\nhint: save it as UTF-8"
+        ) from error
 
 
-def _read_table(text: str, path: Path, delimiter: str) -> tuple[dict[str, list[Any]], list[int]]:
-    """Return the columns of a CSV file, and the last line of each row."""
+def read_csv(path: Path) -> list[tuple[int, list[str]]]:
+    """Return the rows of a CSV or TSV file that are not empty, each with its first line.
+
+    Raises:
+        LoadError: if the file cannot be read, or has a quote that is not closed.
+    """
+    text, delimiter = read_text(path), DELIMITERS[path.suffix.lower()]
+    # Not splitlines(): quoted cells may contain newlines.
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    rows, lines = [], []
+    rows, first = list[tuple[int, list[str]]](), 1
     try:
         for row in reader:
             if row:
-                rows.append([cell.strip() for cell in row])
-                lines.append(reader.line_num)
+                rows.append((first, row))
+            first = reader.line_num + 1
     except csv.Error as error:
-        raise OnnxTrainError(f"{path}: line {reader.line_num}: {error}") from error
+        raise LoadError(
+            f"{path}: line {first}: {error}\n"
+            'hint: a quoted cell ends with a quote; write a quote inside of it as ""'
+        ) from error
+    return rows
+
+
+def _read_table(path: Path) -> tuple[dict[str, list[Any]], list[int]]:
+    """Return the columns of a CSV file, and the first line of each row."""
+    numbered = read_csv(path)
+    rows = [[cell.strip() for cell in row] for _, row in numbered]
+    lines = [line for line, _ in numbered]
     if len(rows) < 2:
         raise OnnxTrainError(
             f"{path}: no rows\nhint: the first line has column names, each further line a sample"
@@ -207,7 +237,7 @@ class ImageLayout(NamedTuple):
 
 
 def read_image_folder(
-    folder: Path, specs: Sequence[TensorSpec], known: Classes
+    folder: Path, specs: Sequence[TensorSpec], known: Classes, skipped: list[str] | None = None
 ) -> tuple[dict[str, np.ndarray], Classes]:
     """Return images and labels; class indices follow the sorted names of the folders.
 
@@ -233,8 +263,8 @@ def read_image_folder(
     files = [(p, indices[n]) for n, sub in folders.items() for p in _image_files(sub, folder)]
     if not files:
         raise OnnxTrainError(f"{folder}: no images ({', '.join(IMAGE_SUFFIXES)})\n{_HINT}")
-    images = _read_images([p for p, _ in files], image_layout(image), image, folder)
-    labels = np.array([index for _, index in files], np.int64)
+    images, read = _read_images([p for p, _ in files], image, folder, skipped)
+    labels = np.array([index for _, index in files], np.int64)[read]
     return {image.name: images, label.name: labels}, {**known, label.name: list(classes)}
 
 
@@ -244,6 +274,7 @@ def read_image_table(
     lines: Sequence[int],
     specs: Sequence[TensorSpec],
     known: Classes,
+    skipped: list[str] | None = None,
 ) -> tuple[dict[str, np.ndarray], Classes]:
     """Return images and labels of a table of paths, which are relative to the table's folder.
 
@@ -253,6 +284,7 @@ def read_image_table(
         lines: line of each row.
         specs: the input for images and the target for labels.
         known: class names from an earlier table; by default the sorted labels of this one.
+        skipped: as for :func:`read_images`.
     """
     image, label = specs
     name = next((n for n in (*_PATHS, image.name) if n in columns), None)
@@ -277,7 +309,8 @@ def read_image_table(
                 "hint: paths are relative to the folder of the table, and stay in it"
             ) from error
         files.append(file)
-    images = _read_images(files, image_layout(image), image, path.parent)
+    images, read = _read_images(files, image, path.parent, skipped)
+    labels = labels[read]
     return {image.name: images, label.name: labels}, {**known, label.name: list(classes)}
 
 
@@ -341,16 +374,23 @@ def _size(height: int, width: int) -> tuple[int, int] | None:
 
 
 def _read_images(
-    paths: list[Path], layout: ImageLayout, spec: TensorSpec, folder: Path
-) -> np.ndarray:
+    paths: list[Path], spec: TensorSpec, folder: Path, skipped: list[str] | None
+) -> tuple[np.ndarray, list[int]]:
+    """Return the images that can be read, and their indices among the paths."""
     if importlib.util.find_spec("PIL") is None:
         raise OnnxTrainError('images require Pillow\nhint: pip install "onnxtrain[images]"')
-    images: list[np.ndarray] = []
-    for path in paths:
-        image = _read_image(path, layout, folder)
+    layout, images, read = image_layout(spec), list[np.ndarray](), list[int]()
+    for i, path in enumerate(paths):
+        try:
+            image = _read_image(path, layout, folder)
+        except OnnxTrainError as error:
+            if skipped is None:
+                raise
+            skipped.append(str(error))
+            continue
         if images and image.shape != images[0].shape:
             raise OnnxTrainError(
-                f"{path} has shape {image.shape}, {paths[0]} has {images[0].shape}\n"
+                f"{path} has shape {image.shape}, {paths[read[0]]} has {images[0].shape}\n"
                 "hint: the model fixes no image size, so all images must have the same"
             )
         if image.size * 4 * len(paths) > STACKED_BYTES:
@@ -360,10 +400,16 @@ def _read_images(
                 "DataLoader"
             )
         images.append(image)
+        read.append(i)
+    if skipped and len(skipped) > len(images):
+        listing = "\n  ".join(skipped[:5])
+        raise OnnxTrainError(
+            f"{folder}: {len(skipped)} images cannot be read, {len(images)} can:\n  {listing}"
+        )
     stacked = np.stack(images)
     if "int" not in spec.dtype:
         stacked = stacked.astype(np.float32) / np.float32(255)
-    return stacked
+    return stacked, read
 
 
 def _read_image(path: Path, layout: ImageLayout, folder: Path) -> np.ndarray:
