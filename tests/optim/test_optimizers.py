@@ -15,7 +15,7 @@ from onnxtrain import optim
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph.builder import OpBuilder
 
-STEPS = 50
+STEPS = 100
 SHAPES = {"fc.weight": (4, 3), "fc.bias": (3,), "conv.weight": (2, 3, 2, 2), "scale": ()}
 
 
@@ -58,8 +58,12 @@ def draw() -> tuple[dict[str, np.ndarray], list[dict[str, np.ndarray]]]:
 
 
 def run(
-    optimizer: optim.Optimizer, lrs: Callable[[int], float], target: str = "cpu"
+    optimizer: optim.Optimizer,
+    lrs: Callable[[int], float],
+    target: str = "cpu",
+    slot: str | None = None,
 ) -> list[dict[str, np.ndarray]]:
+    """Return the parameters, or one slot of their state, after each step."""
     session, state = optimizer_session(optimizer, target)
     values, grads = draw()
     trace = []
@@ -81,7 +85,7 @@ def run(
         )
         values = {n: outs[f"{n}.out"] for n in values}
         state = {n: outs[f"{n}.out"] for n in state}
-        trace.append(values)
+        trace.append(values if slot is None else {n: state[f"{n}.{slot}"] for n in values})
     return trace
 
 
@@ -169,6 +173,41 @@ CASES: dict[str, tuple[optim.Optimizer, Callable[..., torch.optim.Optimizer]]] =
         optim.Adafactor(weight_decay=0.01),
         lambda p, lr: TORCH.Adafactor(p, lr=lr, weight_decay=0.01),
     ),
+    "nadam": (
+        optim.NAdam(weight_decay=0.01, momentum_decay=0.03),
+        lambda p, lr: TORCH.NAdam(p, lr=lr, weight_decay=0.01, momentum_decay=0.03),
+    ),
+    "nadam-decoupled": (
+        optim.NAdam(weight_decay=0.1, decoupled_weight_decay=True),
+        lambda p, lr: TORCH.NAdam(p, lr=lr, weight_decay=0.1, decoupled_weight_decay=True),
+    ),
+    "radam": (
+        optim.RAdam(weight_decay=0.01),
+        lambda p, lr: TORCH.RAdam(p, lr=lr, weight_decay=0.01),
+    ),
+    # Its variance is never bounded: all steps are those of momentum.
+    "radam-short-memory": (
+        optim.RAdam(betas=(0.9, 0.6), weight_decay=0.1, decoupled_weight_decay=True),
+        lambda p, lr: TORCH.RAdam(
+            p, lr=lr, betas=(0.9, 0.6), weight_decay=0.1, decoupled_weight_decay=True
+        ),
+    ),
+    "adamax": (
+        optim.Adamax(weight_decay=0.01),
+        lambda p, lr: TORCH.Adamax(p, lr=lr, weight_decay=0.01),
+    ),
+}
+# Their step size is state, or follows the learning rate of the step before.
+CONSTANT_RATE: dict[str, tuple[optim.Optimizer, Callable[..., torch.optim.Optimizer]]] = {
+    "asgd": (
+        optim.ASGD(lambd=0.01, weight_decay=0.01),
+        lambda p, lr: TORCH.ASGD(p, lr=lr, lambd=0.01, weight_decay=0.01),
+    ),
+    "rprop": (optim.Rprop(lr=0.01), lambda p, lr: TORCH.Rprop(p, lr=lr)),
+    "muon": (
+        optim.Muon(adamw=["fc.w*"], betas=(0.8, 0.99)),
+        lambda p, lr: TORCH.AdamW(p, lr=lr, weight_decay=0.1, betas=(0.8, 0.99)),
+    ),
 }
 
 
@@ -177,6 +216,40 @@ def test_follows_torch(name: str) -> None:
     ours, theirs = CASES[name]
     lrs = lambda t: 0.02 / (1 + 0.1 * t)  # noqa: E731 - a schedule: the rate changes every step
     assert_same(run(ours, lrs), torch_run(theirs, lrs))
+
+
+@pytest.mark.parametrize("name", CONSTANT_RATE)
+def test_follows_torch_at_a_constant_rate(name: str) -> None:
+    ours, theirs = CONSTANT_RATE[name]
+    lrs = lambda t: 0.01  # noqa: E731
+    assert_same(run(ours, lrs), torch_run(theirs, lrs))
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (3, 7), (5, 5)])
+@pytest.mark.parametrize(
+    "options", [{}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}]
+)
+def test_muon_follows_torch_on_matrices(
+    shape: tuple[int, int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch orthogonalizes a copy in bfloat16; in float32 the two are comparable.
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+    monkeypatch.setitem(globals(), "SHAPES", {"fc.weight": shape})
+    lrs = lambda t: 0.02 / (1 + 0.1 * t)  # noqa: E731
+    ours = run(optim.Muon(**options), lrs)
+    assert_same(ours, torch_run(lambda p, lr: TORCH.Muon(p, lr=lr, **options), lrs), rtol=1e-4)
+
+
+def test_asgd_averages_parameters_from_t0() -> None:
+    trace = run(optim.ASGD(lr=0.1, t0=3), lambda t: 0.1, slot="ax")
+    start, grads = draw()
+    parameter = torch.nn.Parameter(torch.tensor(start["fc.weight"]))
+    theirs = TORCH.ASGD([parameter], lr=0.1, t0=3)
+    for ours, g in zip(trace, grads, strict=True):
+        parameter.grad = torch.tensor(g["fc.weight"])
+        theirs.step()
+        expected = theirs.state[parameter]["ax"].numpy()
+        np.testing.assert_allclose(ours["fc.weight"], expected, rtol=1e-5, atol=1e-6)
 
 
 def _numpy_run(step: Callable[..., np.ndarray], lr: float) -> list[dict[str, np.ndarray]]:
@@ -223,7 +296,7 @@ FORMULAS: dict[str, tuple[optim.Optimizer, Callable[..., np.ndarray]]] = {
     "lion": (optim.Lion(weight_decay=0.1), lion_step),
     "adamw-hf": (optim.AdamW(form="hf", eps=1e-6), hf_step),
 }
-SETTINGS = {name: ours for name, (ours, _) in {**CASES, **FORMULAS}.items()}
+SETTINGS = {name: ours for name, (ours, _) in {**CASES, **CONSTANT_RATE, **FORMULAS}.items()}
 
 
 @pytest.mark.parametrize("name", FORMULAS)
@@ -267,6 +340,7 @@ def test_bad_settings_are_refused() -> None:
         lambda: optim.SGD(nesterov=True),
         lambda: optim.Adam(betas=(1.0, 0.9)),
         lambda: optim.AdamW(form="other"),
+        lambda: optim.Muon(adjust_lr_fn="other"),
         lambda: optim.resolve("sdg"),
     ):
         with pytest.raises(PrepareError):

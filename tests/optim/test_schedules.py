@@ -44,6 +44,20 @@ CASES: dict[str, tuple[S.Schedule, Callable]] = {
         lambda o: T.MultiStepLR(o, [10, 25, 26], gamma=0.3),
     ),
     "exponential": (S.Exponential(0.93), lambda o: T.ExponentialLR(o, 0.93)),
+    "cyclic": (
+        S.Cyclic(0.05, step_size_up=7),
+        lambda o: T.CyclicLR(o, 0.05, BASE, step_size_up=7, cycle_momentum=False),
+    ),
+    "cyclic-half": (
+        S.Cyclic(0.05, step_size_up=4, step_size_down=9, mode="triangular2"),
+        lambda o: T.CyclicLR(
+            o, 0.05, BASE, 4, step_size_down=9, mode="triangular2", cycle_momentum=False
+        ),
+    ),
+    "cyclic-exponential": (
+        S.Cyclic(0.05, step_size_up=5, mode="exp_range", gamma=0.97),
+        lambda o: T.CyclicLR(o, 0.05, BASE, 5, mode="exp_range", gamma=0.97, cycle_momentum=False),
+    ),
     "one-cycle": (
         S.OneCycle(60),
         lambda o: T.OneCycleLR(o, BASE, total_steps=60, cycle_momentum=False),

@@ -24,7 +24,7 @@ from onnxtrain.optim import transforms as T
 from onnxtrain.optim.transforms import Slot, Transform, Update
 from onnxtrain.registry import Registry
 
-_UPDATE_METHODS = ("apply", "chain", "slots", "subtract_update")
+_UPDATE_METHODS = ("apply", "chain", "chain_of", "slots", "subtract_update")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +81,14 @@ class Optimizer:
         """Return the transforms that turn a gradient into an update."""
         raise NotImplementedError
 
-    def links(self, weight_decay: float) -> tuple[Transform, ...]:
-        """Return the chain, preceded by the proximal term."""
-        return T.chain(T.add_proximal(self.proximal), *self.chain(weight_decay))
+    def chain_of(self, name: str, weight_decay: float) -> tuple[Transform, ...]:
+        """Return the chain of one parameter, for optimizers that choose it by name."""
+        return self.chain(weight_decay)
+
+    def links(self, name: str) -> tuple[Transform, ...]:
+        """Return the chain of a parameter, preceded by the proximal term."""
+        decay = self.group_of(name).weight_decay or 0.0
+        return T.chain(T.add_proximal(self.proximal), *self.chain_of(name, decay))
 
     def group_of(self, name: str) -> ParamGroup:
         """Return the settings of a parameter."""
@@ -97,12 +102,11 @@ class Optimizer:
         """Return whether the update of a parameter is just ``lr * gradient``."""
         cls = type(self)
         emitted = (cls.apply, cls.subtract_update) == (Optimizer.apply, Optimizer.subtract_update)
-        return emitted and not self.links(self.group_of(name).weight_decay or 0.0)
+        return emitted and not self.links(name)
 
     def slots(self, name: str, dims: Sequence[int], dtype: ir.DataType) -> list[Slot]:
         """Return the state tensors of a parameter."""
-        decay = self.group_of(name).weight_decay or 0.0
-        return [s for t in self.links(decay) for s in t.slots(tuple(dims), dtype)]
+        return [s for t in self.links(name) for s in t.slots(tuple(dims), dtype)]
 
     def apply(
         self,
@@ -136,7 +140,6 @@ class Optimizer:
                 if key not in shared:
                     shared[key] = op.Mul(rate, group.lr_factor)
                 rate = shared[key]
-            links = self.links(decay)
             dims = op.static(p) or ()
             slots = {s.name: state[f"{name}.{s.name}"] for s in self.slots(name, dims, p.dtype)}
             u = Update(
@@ -148,7 +151,7 @@ class Optimizer:
                 _shared_scalar(op, shared, "step", step, p.dtype),
                 shared,
             )
-            for link in links:
+            for link in self.links(name):
                 link.update(u)
             new_parameters[name] = self.subtract_update(u, decay)
             new_state.update({f"{name}.{slot}": v for slot, v in u.new_state.items()})

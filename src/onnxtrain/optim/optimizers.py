@@ -8,7 +8,9 @@ with ``@OPTIMIZERS.named("name")`` and return its transforms from :meth:`Optimiz
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -249,6 +251,289 @@ class Lion(Optimizer):
             u.gradient = u.op.sign(direction)
 
         return T.chain(T.decay_weights(weight_decay), Transform(update, T.like("exp_avg")))
+
+
+@OPTIMIZERS.named("nadam")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NAdam(Optimizer):
+    """Adam with Nesterov momentum, whose factor grows with the steps."""
+
+    lr: float = 2e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    momentum_decay: float = 4e-3
+    decoupled_weight_decay: bool = False
+
+    def chain(self, weight_decay: float) -> tuple[Transform, ...]:
+        """Add weight decay, then scale by Nesterov Adam."""
+        decay = T.decay_weights if self.decoupled_weight_decay else T.add_weight_decay
+        return T.chain(decay(weight_decay), Transform(self._scale, self._slots))
+
+    @staticmethod
+    def _slots(dims: tuple[int, ...], dtype: ir.DataType) -> list[Slot]:
+        return [*T.like("exp_avg", "exp_avg_sq")(dims, dtype), Slot("mu_product", (), dtype, 1.0)]
+
+    def _scale(self, u: Update) -> None:
+        op, (beta1, beta2) = u.op, self.betas
+        m, v = T.adam_averages(u, beta1, beta2)
+
+        def mu(ahead: int) -> ir.Value:
+            """Return the momentum factor of this step, or of the next."""
+            decay = self.momentum_decay * math.log(0.96)
+            power = op.Exp(op.Mul(op.Add(u.step, float(ahead)), decay))
+            return op.Mul(op.Sub(1.0, op.Mul(power, 0.5)), beta1)
+
+        now = u.scalar("nadam/mu", self.momentum_decay, lambda: mu(0))
+        ahead = u.scalar("nadam/mu_next", self.momentum_decay, lambda: mu(1))
+        product = op.Mul(u.state["mu_product"], now)
+        u.new_state["mu_product"] = product
+        weight_g = op.Div(op.Sub(1.0, now), op.Sub(1.0, product))
+        weight_m = op.Div(ahead, op.Sub(1.0, op.Mul(product, ahead)))
+        root = op.Sqrt(op.Div(v, T.one_minus_power(u, beta2)))
+        update = op.Add(op.Mul(u.gradient, weight_g), op.Mul(m, weight_m))
+        u.gradient = op.Div(update, op.Add(root, self.eps))
+
+
+@OPTIMIZERS.named("radam")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RAdam(Optimizer):
+    """Adam that divides by the mean square only once its variance is bounded."""
+
+    elementwise = True
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    decoupled_weight_decay: bool = False
+
+    def chain(self, weight_decay: float) -> tuple[Transform, ...]:
+        """Add weight decay, then scale by rectified Adam."""
+        decay = T.decay_weights if self.decoupled_weight_decay else T.add_weight_decay
+        return T.chain(decay(weight_decay), Transform(self._scale, T.like("exp_avg", "exp_avg_sq")))
+
+    def _scale(self, u: Update) -> None:
+        op, (beta1, beta2) = u.op, self.betas
+        m, v = T.adam_averages(u, beta1, beta2)
+        mean = op.Div(m, T.one_minus_power(u, beta1))
+        limit = (1.0 + beta2) / (1.0 - beta2)
+        if limit <= 5.0:  # the variance is never bounded
+            u.gradient = mean
+            return
+        rho = u.scalar("radam/rho", beta2, lambda: _sma_length(u, beta2))
+        rectified = u.scalar("radam/rectified", beta2, lambda: op.Greater(rho, 5.0))
+
+        def factor() -> ir.Value:
+            """Return the rectification term times the root of the bias correction."""
+            scale = limit / ((limit - 4.0) * (limit - 2.0))
+            excess = op.Mul(op.Sub(rho, 4.0), op.Sub(rho, 2.0))
+            square = op.Div(op.Mul(excess, scale), rho)
+            root = op.Sqrt(op.Where(rectified, square, 1.0))
+            return op.Mul(root, op.Sqrt(T.one_minus_power(u, beta2)))
+
+        adaptive = op.Div(u.scalar("radam/factor", beta2, factor), op.Add(op.Sqrt(v), self.eps))
+        u.gradient = op.Mul(mean, op.Where(rectified, adaptive, 1.0))
+
+
+def _sma_length(u: Update, beta2: float) -> ir.Value:
+    """Return RAdam's ``rho = (1 + b) / (1 - b) - 2 t b^t / (1 - b^t)`` for ``b = beta2``.
+
+    Both terms are near 2,000 in the first steps. With ``x = -t ln(b)``, ``rho`` is a constant plus
+    ``-2 / ln(b) * (1 - x / (exp(x) - 1))``, and below 1 the bracket is a series.
+    """
+    op, rate = u.op, -math.log(beta2)
+    x = op.Mul(u.step, rate)
+    square = op.Mul(x, x)
+    series = op.const(-1.0 / 1209600, x.dtype)
+    for coefficient in (1.0 / 30240, -1.0 / 720, 1.0 / 12):
+        series = op.Add(op.Mul(series, square), -coefficient)
+    series = op.Add(op.Mul(series, square), op.Mul(x, 0.5))
+    direct = op.Sub(1.0, op.Div(x, op.Sub(op.Exp(x), 1.0)))
+    bracket = op.Where(op.Less(x, 1.0), series, direct)
+    constant = (1.0 + beta2) / (1.0 - beta2) - 2.0 / rate
+    return op.Add(op.Mul(bracket, 2.0 / rate), constant)
+
+
+@OPTIMIZERS.named("adamax")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adamax(Optimizer):
+    """Divide the running mean of gradients by the decayed maximum of their absolute values."""
+
+    elementwise = True
+
+    lr: float = 2e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def chain(self, weight_decay: float) -> tuple[Transform, ...]:
+        """Add weight decay, then scale."""
+
+        def update(u: Update) -> None:
+            op, (beta1, beta2) = u.op, self.betas
+            m = T.average(op, u.state["exp_avg"], u.gradient, beta1)
+            largest = op.Max(
+                op.Mul(u.state["exp_inf"], beta2), op.Add(op.Abs(u.gradient), self.eps)
+            )
+            u.new_state.update(exp_avg=m, exp_inf=largest)
+            u.gradient = op.Div(m, largest)
+            u.factor = u.scalar("adamax", beta1, lambda: op.Reciprocal(T.one_minus_power(u, beta1)))
+
+        return T.chain(
+            T.add_weight_decay(weight_decay), Transform(update, T.like("exp_avg", "exp_inf"))
+        )
+
+
+@OPTIMIZERS.named("asgd")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ASGD(Optimizer):
+    """Gradient descent with a decaying step; the slot ``ax`` averages parameters from step t0.
+
+    Step t has the size ``lr / (1 + lambd * lr * (t - 1))^alpha``.
+    """
+
+    elementwise = True
+
+    lr: float = 1e-2
+    lambd: float = 1e-4
+    alpha: float = 0.75
+    t0: float = 1e6
+
+    def chain(self, weight_decay: float) -> tuple[Transform, ...]:
+        """Add weight decay and scale the step; :meth:`subtract_update` averages."""
+
+        def update(u: Update) -> None:
+            op = u.op
+
+            def rate() -> ir.Value:
+                decay = op.Mul(op.Mul(op.Sub(u.step, 1.0), u.lr), self.lambd)
+                return op.Div(u.lr, op.Pow(op.Add(decay, 1.0), self.alpha))
+
+            u.lr = u.scalar(f"asgd/{u.lr.name}", self.lambd, rate)
+            decay = T.decay_weights(self.lambd)
+            if decay is not None:
+                decay.update(u)
+
+        return T.chain(T.add_weight_decay(weight_decay), Transform(update, T.like("ax")))
+
+    def subtract_update(self, u: Update, weight_decay: float) -> ir.Value:
+        """Subtract the update and average the result."""
+        op, new = u.op, super().subtract_update(u, weight_decay)
+
+        def weight() -> ir.Value:
+            return op.Reciprocal(op.Max(op.Sub(u.step, 1.0 + self.t0), 1.0))
+
+        old = u.state["ax"]
+        part = u.scalar("asgd/mu", self.t0, weight)
+        u.new_state["ax"] = op.Add(old, op.Mul(op.Sub(new, old), part))
+        return new
+
+
+@OPTIMIZERS.named("rprop")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rprop(Optimizer):
+    """Step by the sign of the gradient; each element has a step size of its own.
+
+    ``lr`` is the step size that all elements start with; schedules do not change it. For batches
+    that hold the whole data set.
+    """
+
+    elementwise = True
+
+    lr: float = 1e-2
+    etas: tuple[float, float] = (0.5, 1.2)
+    step_sizes: tuple[float, float] = (1e-6, 50.0)
+
+    def chain(self, weight_decay: float) -> tuple[Transform, ...]:
+        """Grow the step sizes where the sign stays, and shrink them where it changes."""
+        def update(u: Update) -> None:
+            op, (shrink, grow) = u.op, self.etas
+            same = op.Mul(u.gradient, u.state["prev"])
+            changed = op.Less(same, 0.0)
+            factor = op.Where(changed, shrink, op.Where(op.Greater(same, 0.0), grow, 1.0))
+            size = op.Clip(op.Mul(u.state["step_size"], factor), *self.step_sizes)
+            gradient = op.Where(changed, 0.0, u.gradient)
+            u.new_state.update(prev=gradient, step_size=size)
+            u.gradient = op.Mul(op.sign(gradient), size)
+
+        def slots(dims: tuple[int, ...], dtype: ir.DataType) -> list[Slot]:
+            return [Slot("prev", dims, dtype), Slot("step_size", dims, dtype, self.lr)]
+
+        return T.chain(T.add_weight_decay(weight_decay), Transform(update, slots))
+
+    def subtract_update(self, u: Update, weight_decay: float) -> ir.Value:
+        """Subtract the update, which has the step sizes."""
+        return u.op.Sub(u.parameter, u.gradient)
+
+
+@OPTIMIZERS.named("muon")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Muon(Optimizer):
+    """Orthogonalize the momentum of matrices; all other parameters follow AdamW.
+
+    Newton-Schulz iterations compute the orthogonalization, in the dtype of the parameter (torch's
+    Muon computes them in bfloat16). ``adamw`` names matrices that follow AdamW as well: embeddings
+    and the output layer usually do. With ``adjust_lr_fn="match_rms_adamw"`` one ``lr`` suits both.
+    """
+
+    weight_decay: float = 0.1
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315)
+    eps: float = 1e-7
+    ns_steps: int = 5
+    adjust_lr_fn: str = "original"
+    adamw: Sequence[str] = ()
+    betas: tuple[float, float] = (0.9, 0.999)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.adjust_lr_fn not in ("original", "match_rms_adamw"):
+            raise PrepareError(
+                f"Muon: unknown adjust_lr_fn: {self.adjust_lr_fn!r}\n"
+                "hint: 'original' or 'match_rms_adamw'"
+            )
+        if not 0 <= self.ns_steps < 100:
+            raise PrepareError(f"Muon: ns_steps must be in [0, 100): {self.ns_steps}")
+
+    def chain(self, weight_decay: float) -> tuple[Transform, ...]:
+        """Decay the weights; orthogonalize the momentum of a matrix, scale the rest by Adam."""
+        adam = T.scale_by_adam(*self.betas, 1e-8)
+
+        def update(u: Update) -> None:
+            (self._orthogonalize if len(u.parameter.shape or ()) == 2 else adam.update)(u)
+
+        def slots(dims: tuple[int, ...], dtype: ir.DataType) -> Sequence[Slot]:
+            return (T.like("momentum_buffer") if len(dims) == 2 else adam.slots)(dims, dtype)
+
+        return T.chain(T.decay_weights(weight_decay), Transform(update, slots))
+
+    def chain_of(self, name: str, weight_decay: float) -> tuple[Transform, ...]:
+        """Return AdamW's chain for the parameters that ``adamw`` names."""
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.adamw):
+            return AdamW(betas=self.betas).chain(weight_decay)
+        return self.chain(weight_decay)
+
+    def _orthogonalize(self, u: Update) -> None:
+        op, g, (a, b, c) = u.op, u.gradient, self.ns_coefficients
+        dims = op.static(u.parameter)
+        assert dims is not None
+        rows, columns = dims
+        buffer = T.average(op, u.state["momentum_buffer"], g, self.momentum)
+        u.new_state["momentum_buffer"] = buffer
+        x = T.average(op, buffer, g, self.momentum) if self.nesterov else buffer
+        if rows > columns:
+            x = op.Transpose(x, perm=[1, 0])
+        norm = op.Sqrt(op.ReduceSum(op.Mul(x, x), keepdims=0))
+        x = op.Div(x, op.Max(norm, op.const(self.eps, g.dtype)))
+        for _ in range(self.ns_steps):
+            gram = op.MatMul(x, op.Transpose(x, perm=[1, 0]))
+            polynomial = op.Add(op.Mul(gram, b), op.Mul(op.MatMul(gram, gram), c))
+            x = op.Add(op.Mul(x, a), op.MatMul(polynomial, x))
+        if rows > columns:
+            x = op.Transpose(x, perm=[1, 0])
+        if self.adjust_lr_fn == "original":
+            ratio = max(1.0, rows / columns) ** 0.5
+        else:
+            ratio = 0.2 * max(rows, columns) ** 0.5
+        u.gradient = op.Mul(x, ratio) if ratio != 1.0 else x
 
 
 @OPTIMIZERS.named("adafactor")

@@ -274,6 +274,44 @@ class OneCycle(Schedule):
         return _cosine(start, end, part)
 
 
+@SCHEDULES.named("cyclic")
+@dataclasses.dataclass(frozen=True)
+class Cyclic(Schedule):
+    """Rise from ``base_lr`` to the optimizer's ``lr`` and fall back, again and again (CyclicLR).
+
+    The optimizer's ``lr`` is the peak, torch's ``max_lr``. With ``mode="triangular2"`` each cycle
+    is half as high as the one before; with ``"exp_range"`` the height is ``gamma`` to the power of
+    the step.
+    """
+
+    base_lr: float
+    step_size_up: int = 2000
+    step_size_down: int | None = None
+    mode: str = "triangular"
+    gamma: float = 1.0
+
+    def __post_init__(self) -> None:
+        down = self.step_size_down
+        require(
+            self.step_size_up > 0 and (down is None or down > 0),
+            f"cyclic: step sizes must be positive: {self.step_size_up}, {down}",
+        )
+        modes = ("triangular", "triangular2", "exp_range")
+        require(
+            self.mode in modes,
+            f"cyclic: unknown mode: {self.mode!r}\nhint: {', '.join(modes)}",
+        )
+
+    def at(self, base: float, t: int) -> float:
+        """Follow the current cycle."""
+        down = self.step_size_up if self.step_size_down is None else self.step_size_down
+        cycle, position = divmod(t, self.step_size_up + down)
+        rising = position <= self.step_size_up
+        part = position / self.step_size_up if rising else 1 - (position - self.step_size_up) / down
+        height = {"triangular": 1.0, "triangular2": 0.5**cycle, "exp_range": self.gamma**t}
+        return self.base_lr + (base - self.base_lr) * part * height[self.mode]
+
+
 @SCHEDULES.named("warmup")
 @dataclasses.dataclass(frozen=True)
 class Warmup(Schedule):

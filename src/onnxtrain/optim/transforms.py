@@ -167,6 +167,15 @@ def momentum(factor: float, dampening: float = 0.0, nesterov: bool = False) -> T
     return Transform(update, like("momentum_buffer")) if factor else None
 
 
+def adam_averages(u: Update, beta1: float, beta2: float) -> tuple[ir.Value, ir.Value]:
+    """Update and return the running mean and mean square of the gradient."""
+    op = u.op
+    m = average(op, u.state["exp_avg"], u.gradient, beta1)
+    v = average(op, u.state["exp_avg_sq"], op.Mul(u.gradient, u.gradient), beta2)
+    u.new_state.update(exp_avg=m, exp_avg_sq=v)
+    return m, v
+
+
 def scale_by_adam(
     beta1: float,
     beta2: float,
@@ -189,9 +198,7 @@ def scale_by_adam(
 
     def update(u: Update) -> None:
         op = u.op
-        m = average(op, u.state["exp_avg"], u.gradient, beta1)
-        v = average(op, u.state["exp_avg_sq"], op.Mul(u.gradient, u.gradient), beta2)
-        u.new_state.update(exp_avg=m, exp_avg_sq=v)
+        m, v = adam_averages(u, beta1, beta2)
         if amsgrad:
             v = op.Max(u.state["max_exp_avg_sq"], v)
             u.new_state["max_exp_avg_sq"] = v
