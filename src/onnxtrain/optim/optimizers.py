@@ -443,6 +443,7 @@ class Rprop(Optimizer):
 
     def chain(self, weight_decay: float) -> tuple[Transform, ...]:
         """Grow the step sizes where the sign stays, and shrink them where it changes."""
+
         def update(u: Update) -> None:
             op, (shrink, grow) = u.op, self.etas
             same = op.Mul(u.gradient, u.state["prev"])

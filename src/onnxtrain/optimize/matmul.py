@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import onnx_ir as ir
@@ -88,7 +89,7 @@ def scale_after_matmul(model: ir.Model, op: OpBuilder) -> int:
     range of float32. The factors are not rounded.
     """
     order = list(op.graph)
-    following = dict(zip(order, [*order[1:], None], strict=True))
+    following = dict(itertools.zip_longest(order, order[1:]))
     moved = 0
     for node in nodes(op.graph, "Mul"):
         scaled = _scaled(node)
