@@ -13,13 +13,8 @@ SECTIONS = {
     "Guide": [
         *("training", "data", "losses", "optimizers", "parameters", "fine-tuning", "text"),
         *("from-pytorch", "hugging-face", "sklearn", "web", "any-language", "federated"),
-        *(
-            "lowering",
-            "own-operators",
-            "onnx-standard",
-            "coming-from-onnxruntime-training",
-            "style-transfer",
-        ),
+        *("lowering", "own-operators", "onnx-standard", "coming-from-onnxruntime-training"),
+        *("coming-from-web-training", "style-transfer"),
     ],
     "Reference": [
         *("generated/api/index", "generated/command-line", "artifacts", "ops", "fused-operators"),

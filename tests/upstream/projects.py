@@ -42,6 +42,22 @@ PROJECTS = (
         "`onnxtrain.compat.ort.install()`. Replaced: mlprodict and pyquickhelper, which do not "
         "install any more, and names that newer releases of onnx and scikit-learn dropped.",
     ),
+    Project(
+        "onnxruntime-training-examples",
+        "microsoft/onnxruntime-training-examples",
+        "The web demo of on-device training: its notebook writes the artifacts, and its page "
+        "trains on them in Chromium, built by Vite with `onnxruntime-web/training` aliased to "
+        "`onnxtrain/training`. Replaced: MUI, Plotly and netron; and MNIST, by scikit-learn's "
+        "digits.",
+    ),
+    Project(
+        "train-pytorch-in-js",
+        "juharris/train-pytorch-in-js",
+        "Both programs that export graphs, and the page that trains on them in Chromium, with the "
+        "script of stock onnxruntime-web instead of the build in its repository. The optimizer "
+        "graph is that of `export_optimizer_graph`. Replaced: MUI, Plotly and torchvision; and "
+        "MNIST, by scikit-learn's digits.",
+    ),
 )
 
 

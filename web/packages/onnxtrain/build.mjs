@@ -8,7 +8,7 @@ const here = fileURLToPath(new URL(".", import.meta.url));
 const { exports } = JSON.parse(readFileSync(`${here}package.json`, "utf8"));
 const common = {
   absWorkingDir: here, bundle: true, minify: true, format: "esm", target: "es2022", legalComments: "none", logLevel: "warning",
-  external: ["onnxruntime-web", "onnxruntime-web/*", "onnxruntime-common", "node:*"],
+  external: ["onnxruntime-web", "onnxruntime-web/*", "onnxruntime-common", "onnxruntime-node", "node:*"],
 };
 
 // The worker is embedded as a string, because the user's bundler would move or rebuild a separate file.
@@ -19,7 +19,7 @@ const workerText = {
 };
 
 rmSync(`${here}dist`, { recursive: true, force: true });
-const entries = Object.values(exports).flatMap((e) => e.default ?? []);
+const entries = Object.values(exports).flatMap((e) => [e.default ?? [], e.node ?? []].flat());
 await build({
   ...common,
   entryPoints: entries.map((file) => file.replace("./dist/", "src/").replace(/\.js$/, ".ts")),

@@ -54,7 +54,7 @@ export class Runtime {
       const wasm = ort.env.wasm;
       // Without COOP and COEP headers, memory cannot be shared between threads.
       const shared = inNode() || globalThis.crossOriginIsolated === true;
-      wasm.numThreads = shared ? (options.threads ?? 1) : 1;
+      wasm.numThreads = shared ? (options.threads ?? (wasm.numThreads || 1)) : 1;
       if (options.wasmPaths !== undefined) wasm.wasmPaths = options.wasmPaths as string;
     }
     return new Runtime(ort, device, options.threads);

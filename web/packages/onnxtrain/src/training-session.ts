@@ -1,3 +1,4 @@
+import type { InferenceSession } from "onnxruntime-common";
 import { Artifacts } from "./artifacts.js";
 import { type Meta, readCheckpoint, readProgress, stateKey, writeCheckpoint } from "./checkpoint.js";
 import { count, type HostTensor } from "./dtypes.js";
@@ -6,21 +7,22 @@ import { ArtifactError, CheckpointError, OnnxTrainError } from "./errors.js";
 import { type Batch, feed } from "./feeds.js";
 import { float } from "./json-text.js";
 import { findModel, type Manifest, type ModelRole, type ModelSpec, ofRole, parseManifest, type Role, type WeightSpec } from "./manifest.js";
-import { type Device, inNode, type OrtTensor, type RuntimeOptions, TARGETS } from "./runtime.js";
+import { type Device, inNode, type OrtTensor, type RuntimeOptions, type SessionOptions, TARGETS } from "./runtime.js";
 
 /** The URL (or path, in Node) of a file, or its bytes. */
 export type UriOrBuffer = string | Uint8Array;
 
 export interface TrainingSessionCreateOptions {
-  readonly checkpointState: UriOrBuffer;
-  readonly trainModel: UriOrBuffer;
-  readonly optimizerModel?: UriOrBuffer;
-  readonly evalModel?: UriOrBuffer;
+  checkpointState: UriOrBuffer;
+  trainModel: UriOrBuffer;
+  optimizerModel?: UriOrBuffer;
+  evalModel?: UriOrBuffer;
   /** `weights.bin`, if the models share constants. */
-  readonly weights?: UriOrBuffer;
+  weights?: UriOrBuffer;
 }
 
 type Feeds = Readonly<Record<string, OrtTensor>>;
+type RunOptions = InferenceSession.RunOptions;
 type Fetches = readonly string[] | Readonly<Record<string, OrtTensor | null>>;
 export type ReturnType = Readonly<Record<string, OrtTensor>>;
 
@@ -46,9 +48,12 @@ export class TrainingSession {
     this.learningRate = lr ?? this.#manifest.optimizer.lr;
   }
 
-  /** Creates a session from the files of `generate_artifacts` or `build`; the checkpoint contains the manifest. */
-  static async create(options: TrainingSessionCreateOptions, runtime: RuntimeOptions = {}): Promise<TrainingSession> {
-    const device: Device = runtime.device && runtime.device !== "auto" ? runtime.device : inNode() ? "node" : "wasm";
+  /**
+   * Creates a session from the files of `generate_artifacts` or `build`; the checkpoint contains the manifest.
+   * Of ONNX Runtime's session options, only `executionProviders` is used: `["webgpu"]` trains on the GPU.
+   */
+  static async create(options: TrainingSessionCreateOptions, runtime: RuntimeOptions & SessionOptions = {}): Promise<TrainingSession> {
+    const device = deviceOf(runtime);
     const { tensors, meta } = await readCheckpoint(await bytesOf(options.checkpointState), "checkpointState");
     const text = meta.get("manifest");
     if (text === undefined) {
@@ -97,8 +102,8 @@ export class TrainingSession {
   }
 
   /** Runs forward and backward on a batch and accumulates the gradients. */
-  async runTrainStep(feeds: Feeds, fetches?: Fetches | object): Promise<ReturnType> {
-    const names = fetchNames(this.trainingOutputNames, fetches);
+  async runTrainStep(feeds: Feeds, fetches?: Fetches | RunOptions, _options?: RunOptions): Promise<ReturnType> {
+    const names = fetchNames(this.#model("train"), fetches);
     this.#draw++;
     const outputs = await this.#run("train", feeds, names);
     this.#reset = false;
@@ -106,22 +111,24 @@ export class TrainingSession {
   }
 
   /** Returns the loss and outputs of a batch in evaluation mode. */
-  async runEvalStep(feeds: Feeds, fetches?: Fetches | object): Promise<ReturnType> {
+  async runEvalStep(feeds: Feeds, fetches?: Fetches | RunOptions, _options?: RunOptions): Promise<ReturnType> {
     if (!this.#roles.has("eval")) throw new Error("This TrainingSession has no EvalModel loaded.");
-    return await this.#run("eval", feeds, fetchNames(this.evalOutputNames, fetches));
+    return await this.#run("eval", feeds, fetchNames(this.#model("eval"), fetches));
   }
 
   /** Updates the parameters with the gradients. */
-  async runOptimizerStep(): Promise<void> {
+  async runOptimizerStep(_options?: RunOptions): Promise<void> {
     if (!this.#roles.has("optimizer")) throw new Error("This TrainingSession has no OptimizerModel loaded.");
     this.#step++;
     await this.#engine.run("optimizer", new Map(), this.#control());
   }
 
   async #run(role: ModelRole, feeds: Feeds, names: readonly string[]): Promise<ReturnType> {
-    const batch = feed(inputsOf(this.#model(role)), feeds as Batch);
+    const spec = this.#model(role);
+    const batch = feed(inputsOf(spec), feeds as Batch);
     const outputs = await this.#engine.run(role, batch, this.#control());
-    return Object.fromEntries(names.map((n) => [n, this.#engine.runtime.tensor(outputs.get(n)!, n)]));
+    const results: ReturnType = Object.fromEntries(names.map((n) => [n, this.#engine.runtime.tensor(outputs.get(n)!, n)]));
+    return new Proxy(results, { get: (own, name) => Reflect.get(own, typeof name === "string" ? currentName(spec, name) : name) });
   }
 
   #control(): Control {
@@ -195,22 +202,38 @@ export class TrainingSession {
   }
 }
 
+export declare namespace TrainingSession {
+  export type { UriOrBuffer };
+}
+
+/** Returns the name of the loss for a name that onnxruntime-training generated for it, such as `onnx::loss::8`. */
+const currentName = (spec: ModelSpec, name: string): string =>
+  /^onnx::.+::\d+$/.test(name) && !outputsOf(spec).includes(name) ? (ofRole(spec.outputs, "loss")[0]?.name ?? name) : name;
+
+function deviceOf({ device, executionProviders = [] }: RuntimeOptions & SessionOptions): Device {
+  if (device && device !== "auto") return device;
+  const [first] = executionProviders.map((p) => (typeof p === "string" ? p : p.name));
+  return first === "webgpu" ? "webgpu" : inNode() ? "node" : "wasm";
+}
+
 const inputsOf = (spec: ModelSpec) => ofRole(spec.inputs, "input", "target");
 const outputsOf = (spec: ModelSpec) => ofRole(spec.outputs, "loss", "metric", "output").map((t) => t.name);
 
 /** Returns the requested outputs: a list of names or an object with names as keys. Other objects are run options: all outputs. */
-function fetchNames(known: readonly string[], fetches: Fetches | object | undefined): readonly string[] {
+function fetchNames(spec: ModelSpec, fetches: Fetches | RunOptions | undefined): readonly string[] {
+  const known = outputsOf(spec);
   if (fetches === undefined) return known;
   if (Array.isArray(fetches)) {
     if (fetches.length === 0) throw new TypeError("fetches must name at least one output");
-    for (const name of fetches as unknown[]) {
+    return (fetches as unknown[]).map((name) => {
       if (typeof name !== "string") throw new TypeError(`fetches must be names, got ${typeof name}`);
-      if (!known.includes(name)) throw new RangeError(`unknown output: '${name}' (expected one of ${known.join(", ")})`);
-    }
-    return fetches as string[];
+      const current = currentName(spec, name);
+      if (!known.includes(current)) throw new RangeError(`unknown output: '${name}' (expected one of ${known.join(", ")})`);
+      return current;
+    });
   }
   if (typeof fetches !== "object" || fetches === null) throw new TypeError("fetches must be a list or an object");
-  const requested = Object.keys(fetches).filter((n) => known.includes(n));
+  const requested = Object.keys(fetches).map((n) => currentName(spec, n)).filter((n) => known.includes(n));
   return requested.length ? requested : known;
 }
 

@@ -3,6 +3,7 @@ import * as ort from "onnxruntime-common";
 import { expect, test } from "vitest";
 import type { HostTensor } from "../src/dtypes.js";
 import { Trainer, TrainingSession } from "../src/index.js";
+import defaultExport, * as aliased from "../src/training/node.js";
 import { bytes, distance, fixture, FIXTURES, type Fixture } from "./support.js";
 
 const filesFor = (f: Fixture) => ({
@@ -52,6 +53,24 @@ test("gets and sets parameters as one vector", async () => {
   await session.loadParametersBuffer(new Uint8Array(doubled.buffer));
   expect((await session.getContiguousParameters()).data).toEqual(doubled);
   await expect(session.loadParametersBuffer(new Uint8Array(8))).rejects.toThrow(`8 bytes, expected ${4 * size}`);
+  await session.release();
+});
+
+test("onnxruntime-web/training, aliased, has ONNX Runtime's exports and results under generated loss names", async () => {
+  const f = await fixture("mlp-wasm");
+  expect(defaultExport.TrainingSession).toBe(aliased.TrainingSession);
+  expect(typeof aliased.env).toBe("object");
+  expect(typeof aliased.InferenceSession.create).toBe("function");
+  const session = await aliased.TrainingSession.create(filesFor(f), { executionProviders: ["wasm"], threads: 1 });
+  const feeds = Object.fromEntries(Object.entries(tensors(f.batches[0]!)).map(([n, t]) => [n, new aliased.Tensor(t.type as "float32", t.data as Float32Array, t.dims)]));
+  const results = await session.runTrainStep(feeds);
+  expect(results["loss"]).toBeInstanceOf(aliased.Tensor);
+  expect(results["onnx::loss::8"]).toBe(results["loss"]);
+  expect(results["onnx::loss"]).toBeUndefined();
+  expect(Object.keys(await session.runEvalStep(feeds, ["onnx::reducemean_output::3"]))).toEqual(["loss"]);
+  expect((await session.runEvalStep(feeds, { "onnx::loss::8": null }))["onnx::loss::8"]!.dims).toEqual([]);
+  expect((await session.runEvalStep(feeds, ["logits"]))["onnx::loss::8"]).toBeUndefined();
+  await expect(session.runEvalStep(feeds, ["onnx::loss"])).rejects.toThrow("unknown output: 'onnx::loss' (expected one of loss, accuracy, logits)");
   await session.release();
 });
 

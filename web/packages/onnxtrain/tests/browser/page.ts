@@ -17,6 +17,7 @@ const FOLDERS: Record<string, string> = {
 const IMPORTS = {
   onnxtrain: "/onnxtrain/index.js",
   "onnxtrain/text": "/onnxtrain/text/index.js",
+  "onnxruntime-web/training": "/onnxtrain/training/index.js",
   "onnxruntime-web/wasm": "/ort/ort.wasm.bundle.min.mjs",
   "onnxruntime-web/webgpu": "/ort/ort.webgpu.bundle.min.mjs",
 };

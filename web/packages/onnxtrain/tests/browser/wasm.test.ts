@@ -47,6 +47,37 @@ describe.each([[true, true], [false, true], [true, false], [false, false]])("hea
   });
 });
 
+test("a program of onnxruntime-web/training runs in a page, with the old module name mapped to ours", async () => {
+  const f = await fixture("mlp-wasm");
+  const { page, pageErrors } = await openPage(browser, isolated.address);
+  await page.addScriptTag({ type: "module", content: 'import * as ort from "onnxruntime-web/training"; globalThis.ort = ort;' });
+  await page.waitForFunction(() => "ort" in globalThis);
+  const losses = await page.evaluate(async () => {
+    const { ort } = globalThis as unknown as { ort: typeof import("../../src/training/index.js") };
+    ort.env.wasm.numThreads = 1;
+    const { tensors } = await onnxtrain.readCheckpoint(new Uint8Array(await (await fetch("/fixtures/mlp-wasm/batches.safetensors")).arrayBuffer()));
+    const at = (file: string) => `/fixtures/mlp-wasm/${file}`;
+    const session = await ort.TrainingSession.create({
+      checkpointState: at("checkpoint"), trainModel: at("training_model.onnx"), optimizerModel: at("optimizer_model.onnx"), evalModel: at("eval_model.onnx"),
+    });
+    const losses: number[] = [];
+    for (let i = 0; tensors.has(`${i}/x`); i++) {
+      const [x, labels] = [tensors.get(`${i}/x`)!, tensors.get(`${i}/labels`)!];
+      const results = await session.runTrainStep({
+        x: new ort.Tensor("float32", x.data as Float32Array, x.dims), labels: new ort.Tensor("int64", labels.data as BigInt64Array, labels.dims),
+      });
+      losses.push(results["onnx::loss::8"]!.data[0] as number);
+      await session.runOptimizerStep();
+      await session.lazyResetGrad();
+    }
+    await session.release();
+    return losses;
+  });
+  expect(distance(losses, f.expected.losses)).toBeLessThan(1e-4);
+  expect(pageErrors).toEqual([]);
+  await page.close();
+});
+
 test("without a GPU, training falls back to wasm and reports it", async () => {
   const { page } = await openPage(browser, isolated.address);
   const result = await train(page, "mlp-webgpu", { device: "webgpu" });
