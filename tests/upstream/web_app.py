@@ -20,10 +20,10 @@ def write_digits(folder: Path) -> None:
     """Write scikit-learn's digits, enlarged to 28 x 28 pixels, as the four files of MNIST."""
     from sklearn.datasets import load_digits
 
-    digits = load_digits()
-    images = np.kron(digits.images, np.ones((1, 3, 3)))
+    pixels, classes = load_digits(return_X_y=True)
+    images = np.kron(np.reshape(pixels, (-1, 8, 8)), np.ones((1, 3, 3)))
     images = np.pad(np.clip(images * 16, 0, 255).astype(np.uint8), ((0, 0), (2, 2), (2, 2)))
-    labels = digits.target.astype(np.uint8)
+    labels = np.asarray(classes).astype(np.uint8)
     folder.mkdir(parents=True)
     # The programs read 6,400 and 1,280 images by default: each image comes several times.
     for name, part in (("train", slice(1437)), ("t10k", slice(1437, None))):
