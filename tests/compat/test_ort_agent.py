@@ -119,6 +119,52 @@ def test_values_and_vectors_of_onnxruntime():
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", [OrtValueVector, list])
+def test_vectors_are_overwritten(kind):
+    """Programs pass the same vectors in every step and read element 0."""
+    model = mlp()
+    agent, weights = agent_of(built(model)), list(arrays_of(model).values())
+    rng, outputs, grads = np.random.default_rng(3), kind(), kind()
+    for _ in range(3):
+        x, grad = (rng.standard_normal((4, n)).astype(np.float32) for n in (6, 3))
+        state = PartialGraphExecutionState()
+        agent.run_forward([x, *weights], outputs, state)
+        agent.run_backward([grad], grads, state)
+        wanted = expected(model, WEIGHTS, [x, *weights], [grad])
+        for got, want in zip([*numbers(outputs), *numbers(grads)], wanted, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_overwritten_outputs_do_not_change_earlier_passes():
+    """Backward of a Sigmoid reads its output, which the vector holds, too."""
+    model = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 17]>
+        g (float[N, 2] x) => (float[N, 2] y) <float[2] w = {1, 2}> { a = Mul(x, w) y = Sigmoid(a) }
+        """
+    )
+    agent, w, outputs = agent_of(built(model)), np.array([1, 2], np.float32), OrtValueVector()
+    rows = [np.full((1, 2), v, np.float32) for v in (0.5, -2.0)]
+    states = [PartialGraphExecutionState() for _ in rows]
+    for x, state in zip(rows, states, strict=True):
+        agent.run_forward([x, w], outputs, state)
+    for x, state in zip(rows, states, strict=True):
+        grads: list = []
+        agent.run_backward([np.ones((1, 2), np.float32)], grads, state)
+        y = 1 / (1 + np.exp(-x * w))
+        np.testing.assert_allclose(grads[0].numpy(), (y * (1 - y) * x)[0], rtol=1e-5)
+
+
+def test_a_vector_of_another_shape_is_named():
+    model = mlp()
+    agent, weights = agent_of(built(model)), list(arrays_of(model).values())
+    outputs = OrtValueVector()
+    agent.run_forward([np.zeros((4, 6), np.float32), *weights], outputs, PartialGraphExecutionState())
+    with pytest.raises(CompatError, match=r"\[4, 3\]; the results are .*\[2, 3\]\nhint: pass a new"):
+        agent.run_forward(
+            [np.zeros((2, 6), np.float32), *weights], outputs, PartialGraphExecutionState()
+        )
+
+
 def test_frozen_weights_are_inputs_and_fetches_choose():
     model = two_outputs()
     names = list(arrays_of(model))

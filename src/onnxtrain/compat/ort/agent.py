@@ -25,7 +25,13 @@ from onnxtrain.compat.ort.graph_builder import (
     Parts,
     TrainingGraphTransformerConfiguration,
 )
-from onnxtrain.compat.ort.state import as_list, as_value, check_value, write_fetches
+from onnxtrain.compat.ort.state import (
+    as_list,
+    as_value,
+    check_value,
+    copy_of,
+    write_fetches,
+)
 from onnxtrain.errors import OnnxTrainError, expected_one_of
 from onnxtrain.runtime import session as runtime
 
@@ -136,12 +142,12 @@ class TrainingAgent:
         state: PartialGraphExecutionState,
         cache: OrtValueCache | None = None,
     ) -> None:
-        """Append the outputs to ``fetches``, and save the values for backward in ``state``.
+        """Write the outputs to ``fetches``, and save the values for backward in ``state``.
 
         Args:
             feeds: arrays or OrtValues, in the order of ``fw_feed_names``. Do not change
                 OrtValues in place before the backward pass.
-            fetches: a list or an ``OrtValueVector``.
+            fetches: a list or an ``OrtValueVector``; elements that it has are overwritten.
             state: a new state for this pass.
             cache: accepted for compatibility.
         """
@@ -158,16 +164,20 @@ class TrainingAgent:
                 array = isinstance(value, np.ndarray)
                 saved[name] = as_value(value.copy(), self._device) if array else feeds_by_name[name]
         state._save(self, saved)
-        write_fetches(fetches, [results[n] for n in parts.outputs])
+        # A later pass overwrites the tensors of a vector in place, but not what this one saves.
+        shared = set() if isinstance(fetches, list) else set(parts.saved)
+        write_fetches(
+            fetches, [copy_of(results[n]) if n in shared else results[n] for n in parts.outputs]
+        )
 
     def run_backward(
         self, feeds: Iterable[Any], fetches: Any, state: PartialGraphExecutionState
     ) -> None:
-        """Append the gradients named by ``bw_fetches_names`` to ``fetches``.
+        """Write the gradients named by ``bw_fetches_names`` to ``fetches``.
 
         Args:
             feeds: gradients of the differentiable outputs, in their order.
-            fetches: a list or an ``OrtValueVector``.
+            fetches: a list or an ``OrtValueVector``; elements that it has are overwritten.
             state: the state of the forward pass.
         """
         names = list(self._parts.cotangents)

@@ -223,9 +223,37 @@ def check_value(value: Any, expected: Any, what: str) -> None:
 
 
 def write_fetches(fetches: Any, values: list[Any]) -> None:
-    """Append values to a list or to onnxruntime's ``OrtValueVector``."""
-    for value in values:
-        if hasattr(fetches, "push_back"):
+    """Overwrite a list or onnxruntime's ``OrtValueVector`` with values.
+
+    The vector cannot drop or replace its elements, so its tensors are overwritten in place.
+
+    Raises:
+        CompatError: if a vector has another number of elements, or one of another shape or type.
+    """
+    if not hasattr(fetches, "push_back"):
+        fetches[:] = values
+        return
+    if len(fetches) == 0:
+        for value in values:
             fetches.push_back(value._ortvalue)
-        else:
-            fetches.append(value)
+        return
+    old = [f"{x.data_type()} {list(x.shape())}" for x in as_list(fetches)]
+    new = [f"{x.data_type()} {list(x.shape())}" for x in values]
+    if old != new:
+        raise OrtError(
+            f"the vector for the results holds {', '.join(old)}; the results are {', '.join(new)}\n"
+            "hint: pass a new OrtValueVector()"
+        )
+    for i, value in enumerate(values):
+        fetches[i].update_inplace(value.numpy())
+
+
+def copy_of(value: Any) -> Any:
+    """Return an OrtValue with the same content and its own memory."""
+    kind = runtime.import_onnxruntime().OrtValue
+    array = value.numpy()
+    copied = kind.ortvalue_from_shape_and_type(
+        list(array.shape), array.dtype.type, value.device_name()
+    )
+    copied.update_inplace(array)
+    return copied
