@@ -28,6 +28,7 @@ from onnxtrain.graph.io.writer import finalize
 from onnxtrain.graph.simplify import simplify
 
 _KEY = "onnxtrain.agent"
+_CONTRIB = "com.microsoft"
 
 
 @dataclasses.dataclass
@@ -239,26 +240,30 @@ class OrtModuleGraphBuilder:
     def get_gradient_model(self) -> bytes:
         """Return a model from features and weights to gradients, for a ``TrainingAgent``.
 
-        As a model it computes the gradients of the sum of all outputs. Its metadata has the forward
-        and backward models that the agent runs.
+        As in onnxruntime-training, one node ``YieldOp`` stands where outputs leave the graph and
+        their gradients enter it. Here it is a function of the model that returns ones: on stock
+        onnxruntime the model computes the gradients of the sum of all outputs. Its metadata has
+        the forward and backward models that the agent runs.
         """
         parts, cut = self._built()
-        model = load(vjp(self._initialized(), cut.wrt))
+        model = ir.from_proto(finalize(simplify(load(vjp(self._initialized(), cut.wrt)))))
         graph = model.graph
-        op = OpBuilder(graph, "seed/")
-        by_name = {x.name: x for x in graph.inputs}
         cotangents = list(graph.inputs)[len(parts.inputs) :]
-        for x, name in zip(cotangents, cut.outputs, strict=True):
-            y = next(y for y in graph.outputs if y.name == name)
-            ones = op.Expand(op.const(1.0, y.dtype), op.Shape(y))
-            x.replace_all_uses_with(ones)
-        graph.inputs.clear()
-        graph.inputs.extend(by_name[n] for n in parts.inputs)
+        by_name = {y.name: y for y in graph.outputs}
+        outputs = [by_name[n] for n in cut.outputs]
+        node = ir.node("YieldOp", outputs, domain=_CONTRIB, num_outputs=len(outputs))
+        graph.append(node)
+        for x, y in zip(cotangents, node.outputs, strict=True):
+            x.replace_all_uses_with(y)
+            graph.inputs.remove(x)
+            y.name, y.type, y.shape = x.name, x.type, x.shape
         del graph.outputs[: len(parts.outputs)]
         graph.sort()
-        proto = finalize(simplify(model))
-        proto.metadata_props.add(key=_KEY, value=parts.to_text())
-        return proto.SerializeToString()
+        model.opset_imports.setdefault(_CONTRIB, 1)
+        function = _ones_for(outputs, model.opset_imports[""])
+        model.functions[function.identifier()] = function
+        model.metadata_props[_KEY] = parts.to_text()
+        return ir.to_proto(model).SerializeToString()
 
     def get_forward_model(self) -> bytes:
         """Return the forward model, with the weights as inputs."""
@@ -295,3 +300,15 @@ class OrtModuleGraphBuilder:
                 "hint: call build() first, with build_gradient_graph=True in the configuration"
             )
         return self._parts, self._cut
+
+
+def _ones_for(outputs: Sequence[ir.Value], opset: int) -> ir.Function:
+    """Return the function ``YieldOp``: ones with the types and shapes of these values."""
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name="YieldOp")
+    op = OpBuilder(graph, "")
+    for y in outputs:
+        assert y.dtype is not None
+        x = op.input(f"{y.name}", y.dtype, S.dims_of(y))
+        one = ir.tensor([1.0], y.dtype)  # functions have no initializers
+        graph.outputs.append(op.ConstantOfShape(op.Shape(x), value=one))
+    return ir.Function(_CONTRIB, "YieldOp", graph=graph, attributes=[])
