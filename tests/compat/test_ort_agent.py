@@ -158,11 +158,41 @@ def test_a_vector_of_another_shape_is_named():
     model = mlp()
     agent, weights = agent_of(built(model)), list(arrays_of(model).values())
     outputs = OrtValueVector()
-    agent.run_forward([np.zeros((4, 6), np.float32), *weights], outputs, PartialGraphExecutionState())
-    with pytest.raises(CompatError, match=r"\[4, 3\]; the results are .*\[2, 3\]\nhint: pass a new"):
+    agent.run_forward(
+        [np.zeros((4, 6), np.float32), *weights], outputs, PartialGraphExecutionState()
+    )
+    with pytest.raises(
+        CompatError, match=r"\[4, 3\]; the results are .*\[2, 3\]\nhint: pass a new"
+    ):
         agent.run_forward(
             [np.zeros((2, 6), np.float32), *weights], outputs, PartialGraphExecutionState()
         )
+
+
+def test_shapes_that_differ_in_dimensions_of_1():
+    """skl2onnx stores an intercept as [1, 3] where scikit-learn has [3]; labels come in one row."""
+    model = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 17]>
+        g (float[N, 2] x) => (float[N, 3] y)
+        <float[1, 3] b = {1, 2, 3}, float[2, 3] w = {1, 2, 3, 4, 5, 6}>
+        { a = MatMul(x, w) y = Add(a, b) }
+        """
+    )
+    agent, (b, w) = agent_of(built(model)), arrays_of(model).values()
+    x, grad = np.ones((4, 2), np.float32), np.arange(12, dtype=np.float32)
+    for shape in ((4, 3), (12,), (1, 12)):
+        outputs, grads, state = [], [], PartialGraphExecutionState()
+        agent.run_forward([x, b[0], w], outputs, state)
+        agent.run_backward([grad.reshape(shape)], grads, state)
+        np.testing.assert_array_equal(outputs[0].numpy(), x @ w + b)
+        np.testing.assert_array_equal(grads[0].numpy(), grad.reshape(4, 3).sum(0))
+        np.testing.assert_array_equal(grads[1].numpy(), x.T @ grad.reshape(4, 3))
+    state = PartialGraphExecutionState()
+    agent.run_forward([x, b, w], [], state)
+    with pytest.raises(CompatError, match=r"'y_grad' has shape \[3, 4\]\nhint: .* \[4, 3\]"):
+        agent.run_backward([grad.reshape(3, 4)], [], state)
+    with pytest.raises(CompatError, match=r"'w' has shape \[6\]"):
+        agent.run_forward([x, b, w.ravel()], [], state)
 
 
 def test_frozen_weights_are_inputs_and_fetches_choose():

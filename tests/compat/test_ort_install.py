@@ -34,6 +34,10 @@ from onnxruntime.capi._pybind_state import (
     PartialGraphExecutionState, TrainingAgent, TrainingGraphTransformerConfiguration)
 assert TrainingAgent is compat.agent.TrainingAgent
 assert onnxruntime.training.TrainingParameters is TrainingParameters
+options = onnxruntime.RunOptions()
+assert options.training_mode is False
+options.training_mode = True
+assert options.training_mode is True
 assert "torch" not in sys.modules
 assert onnxruntime.training.is_ortmodule_available() is True  # torch is installed here
 for name in ("blocks loss optim Block ForwardBlock TrainingBlock load_checkpoint_to_model "

@@ -77,6 +77,72 @@ def add_scalar(model):
     return ir.to_proto(work)
 
 
+def test_bindings_of_onnxruntime(model):
+    """Inputs by value and by pointer, outputs to the host and into a value."""
+    native = onnxruntime.capi._pybind_state
+    cpu = native.OrtDevice(native.OrtDevice.cpu(), native.OrtDevice.default_memory(), 0)
+    first, second = (TrainingSession(model.SerializeToString(), settings()) for _ in range(2))
+    bind, x = second.io_binding()._iobinding, data()["input"]
+    assert isinstance(bind, native.SessionIOBinding)
+    values = {n: onnxruntime.OrtValue.ortvalue_from_numpy(v) for n, v in data().items()}
+    predicted = onnxruntime.OrtValue.ortvalue_from_shape_and_type([len(x), 1], np.float32)
+    for name, value in values.items():
+        bind.bind_ortvalue_input(name, value._ortvalue)
+    bind.bind_output("loss", cpu)
+    bind.bind_ortvalue_output("output", predicted._ortvalue)
+    for half in (False, True, True):
+        feeds = data()
+        if half:
+            feeds = {**feeds, "input": x[:4], "label": feeds["label"][:4]}
+            for name in ("input", "label"):
+                array = feeds[name] = np.ascontiguousarray(feeds[name])
+                bind.bind_input(name, cpu, array.dtype, array.shape, array.ctypes.data)
+            bind.clear_binding_outputs()
+            bind.bind_output("loss", cpu)
+        second._sess.run_with_iobinding(bind, None)
+        loss, output = first.run(None, feeds)
+        np.testing.assert_array_equal(bind.get_outputs()[0].numpy(), loss)
+        np.testing.assert_array_equal(bind.copy_outputs_to_cpu()[0], loss)
+        if not half:
+            np.testing.assert_array_equal(predicted.numpy(), output)
+    for name, value in first.get_state().items():
+        np.testing.assert_array_equal(second.get_state()[name], value)
+    binding = second.io_binding()
+    binding.bind_cpu_input("input", x)
+    binding.bind_output("loss")
+    with pytest.raises(RuntimeError, match=r"missing inputs: label, Learning_Rate\nhint: bind"):
+        second.run_with_iobinding(binding)
+    bind.clear_binding_inputs()
+    with pytest.raises(RuntimeError, match="missing inputs: input"):
+        second.run_with_iobinding(bind)
+    with pytest.raises(RuntimeError, match="cannot go to a pointer"):
+        bind.bind_output("loss", cpu, np.float32, [1, 1], x.ctypes.data)
+
+
+def test_a_loss_declared_as_a_scalar_may_have_dimensions(model):
+    """onnxcustom's pages declare ``[]`` for a ReduceSum that keeps its dimensions."""
+    declared = type(model)()
+    declared.CopyFrom(model)
+    del declared.graph.output[0].type.tensor_type.shape.dim[:]
+    first, second = (TrainingSession(m.SerializeToString(), settings()) for m in (model, declared))
+    assert [y.shape for y in second.get_outputs()] == [[], ["batch", 1]]
+    for _ in range(2):
+        got, want = second.run(["loss"], data())[0], first.run(["loss"], data())[0]
+        np.testing.assert_array_equal(got, want, strict=True)
+        assert got.shape == (1, 1)
+
+
+def test_graphs_are_saved_on_request(model, tmp_path):
+    paths = [str(tmp_path / name) for name in ("gradient.onnx", "training.onnx")]
+    given = dict(zip(("gradient", "training"), paths, strict=True))
+    given = {f"model_with_{n}_graph_path": path for n, path in given.items()}
+    TrainingSession(model.SerializeToString(), settings(**given))
+    gradient, step = (onnxruntime.InferenceSession(path) for path in paths)
+    assert {"learning_rate", "fc1.weight"} < {x.name for x in step.get_inputs()}
+    assert "fc1.weight.out" in {y.name for y in step.get_outputs()}
+    assert "learning_rate" not in {x.name for x in gradient.get_inputs()}
+
+
 def test_state_goes_on_elsewhere(model):
     attributes = {n: {"alpha": 0.8, "epsilon": 1e-7} for n in WEIGHTS}
     parameters = settings(

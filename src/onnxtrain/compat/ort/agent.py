@@ -11,7 +11,7 @@ and ``TrainingAgent(session, ...)`` runs it. None of this needs torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,8 @@ from onnxtrain.compat.ort.graph_builder import (
 from onnxtrain.compat.ort.state import (
     as_list,
     as_value,
-    check_value,
-    copy_of,
+    fitting_value,
+    own_value,
     write_fetches,
 )
 from onnxtrain.errors import OnnxTrainError, expected_one_of
@@ -42,9 +42,13 @@ class PartialGraphExecutionState:
     def __init__(self) -> None:
         self._values: dict[str, Any] | None = None
         self._owner: TrainingAgent | None = None
+        self.shapes: dict[str, list[int]] = {}
+        """Shapes of the inputs as they were fed, and of the outputs."""
 
-    def _save(self, owner: TrainingAgent, values: dict[str, Any]) -> None:
-        self._owner, self._values = owner, values
+    def _save(
+        self, owner: TrainingAgent, values: dict[str, Any], shapes: dict[str, list[int]]
+    ) -> None:
+        self._owner, self._values, self.shapes = owner, values, shapes
 
     def _take(self, owner: TrainingAgent) -> dict[str, Any]:
         if self._values is None:
@@ -152,23 +156,27 @@ class TrainingAgent:
             cache: accepted for compatibility.
         """
         del cache
-        feeds = as_list(feeds)
-        feeds_by_name = self._check_feeds(feeds, self._feeds, self._inputs, "forward")
+        parts, feeds = self._parts, as_list(feeds)
+        dims = {n: x.shape for n, x in self._inputs.items()}
+        given = self._values(feeds, self._feeds, self._inputs, "forward", dims)
         names = [x.name for x in self._forward.get_outputs()]
-        results = self._run(self._forward, names, feeds_by_name, "forward")
-        parts = self._parts
+        results = self._run(self._forward, names, given, "forward")
         saved = {n: results[n] for n in parts.saved}
         for name, value in zip(self._feeds, feeds, strict=True):
             if name in parts.passed:
                 # Programs often overwrite their arrays before the backward pass.
                 array = isinstance(value, np.ndarray)
-                saved[name] = as_value(value.copy(), self._device) if array else feeds_by_name[name]
-        state._save(self, saved)
+                saved[name] = own_value(given[name].numpy(), self._device) if array else given[name]
         # A later pass overwrites the tensors of a vector in place, but not what this one saves.
-        shared = set() if isinstance(fetches, list) else set(parts.saved)
-        write_fetches(
-            fetches, [copy_of(results[n]) if n in shared else results[n] for n in parts.outputs]
-        )
+        shared = {*parts.outputs} & {*saved} if hasattr(fetches, "push_back") else ()
+        outputs = {
+            n: own_value(results[n].numpy(), self._device) if n in shared else results[n]
+            for n in parts.outputs
+        }
+        fed = zip(self._feeds, feeds, strict=True)
+        shapes = {n: list(as_value(v, self._device).shape()) for n, v in fed}
+        state._save(self, saved, {**shapes, **{n: list(y.shape()) for n, y in outputs.items()}})
+        write_fetches(fetches, list(outputs.values()))
 
     def run_backward(
         self, feeds: Iterable[Any], fetches: Any, state: PartialGraphExecutionState
@@ -180,16 +188,28 @@ class TrainingAgent:
             fetches: a list or an ``OrtValueVector``; elements that it has are overwritten.
             state: the state of the forward pass.
         """
-        names = list(self._parts.cotangents)
-        feeds_by_name = self._check_feeds(feeds, names, self._output_gradients, "backward")
-        values = {**state._take(self), **feeds_by_name}
+        parts, shapes = self._parts, state.shapes
+        dims: dict[str, Sequence[Any]] = {n: x.shape for n, x in self._output_gradients.items()}
+        outputs = zip(parts.cotangents, parts.differentiable, strict=True)
+        dims |= {n: shapes[y] for n, y in outputs if y in shapes}
+        given = self._values(feeds, parts.cotangents, self._output_gradients, "backward", dims)
+        values = {**state._take(self), **given}
         known = {n: values[n] for n in self._output_gradients}
-        gradients = list(dict.fromkeys(self._fetches))
-        results = self._run(self._backward, gradients, known, "backward")
+        results = self._run(self._backward, list(dict.fromkeys(self._fetches)), known, "backward")
+        for name, x in zip(parts.gradients, parts.wrt, strict=True):
+            # A gradient has the shape of what was fed.
+            if name in results and list(results[name].shape()) != shapes[x]:
+                array = results[name].numpy().reshape(shapes[x])
+                results[name] = own_value(array, self._device)
         write_fetches(fetches, [results[n] for n in self._fetches])
 
-    def _check_feeds(
-        self, feeds: Iterable[Any], names: list[str], known: dict[str, Any], what: str
+    def _values(
+        self,
+        feeds: Iterable[Any],
+        names: Sequence[str],
+        known: Mapping[str, Any],
+        what: str,
+        dims: Mapping[str, Sequence[Any]],
     ) -> dict[str, Any]:
         values = [as_value(v, self._device) for v in as_list(feeds)]
         if len(values) != len(names):
@@ -197,10 +217,11 @@ class TrainingAgent:
                 f"Error in {what} pass execution: got {len(values)} values, expected {len(names)}\n"
                 f"hint: pass them in this order: {', '.join(names)}"
             )
-        for name, value in zip(names, values, strict=True):
-            if name in known:
-                check_value(value, known[name], what)
-        return dict(zip(names, values, strict=True))
+        flat = what == "backward"
+        return {
+            n: fitting_value(v, known[n], what, dims[n], flat=flat) if n in known else v
+            for n, v in zip(names, values, strict=True)
+        }
 
     def _run(self, session: Any, names: list[str], feeds: dict[str, Any], what: str) -> Any:
         input_names = {x.name for x in session.get_inputs()}

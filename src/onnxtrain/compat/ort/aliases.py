@@ -155,8 +155,27 @@ def install() -> None:
         for module in [*modules, ort] if name in _TOP_LEVEL_NAMES else modules:
             if not hasattr(module, name):
                 setattr(module, name, value)
+    _add_training_mode(ort.RunOptions)
     sys.modules[_ALIAS] = sys.modules[_PACKAGE]
     ort.training = sys.modules[_PACKAGE]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _add_training_mode(options: Any) -> None:
+    """Add ``RunOptions.training_mode``, which graphs here do not depend on, where it is missing."""
+    if hasattr(options, "training_mode"):
+        return
+    entry = "onnxtrain.training_mode"
+
+    def read(self: Any) -> bool:
+        try:
+            return self.get_run_config_entry(entry) == "1"
+        except RuntimeError:
+            return False
+
+    def write(self: Any, value: bool) -> None:
+        self.add_run_config_entry(entry, str(int(value)))
+
+    options.training_mode = property(read, write)
 
 
 def __getattr__(name: str) -> Any:

@@ -95,6 +95,10 @@ class Parts:
     passed: list[str]
     cotangents: list[str]
     gradients: list[str]
+    differentiable: list[str]
+    """The outputs that ``cotangents`` belong to."""
+    wrt: list[str]
+    """The inputs that ``gradients`` belong to."""
 
     def to_text(self) -> str:
         """Return all of it as text, for the properties of a model."""
@@ -235,6 +239,8 @@ class OrtModuleGraphBuilder:
             list(cut.passed),
             names[len(names) - count :],
             [y.name for y in cut.backward.graph.output],
+            list(cut.outputs),
+            wrt,
         )
 
     def get_gradient_model(self) -> bytes:

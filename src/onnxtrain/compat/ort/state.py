@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -199,27 +200,41 @@ def as_value(value: Any, device: str) -> Any:
     )
 
 
-def check_value(value: Any, expected: Any, what: str) -> None:
-    """Raise if a value does not match an input of a session.
+def fitting_value(
+    value: Any, expected: Any, what: str, dims: Sequence[Any], *, flat: bool = False
+) -> Any:
+    """Return a value with the shape of an input of a session.
+
+    As in onnxruntime-training, ``[3]`` may be fed for an initializer ``[1, 3]``.
 
     Args:
         value: an OrtValue.
         expected: the session's description of the input.
         what: ``forward`` or ``backward``, for the message.
+        dims: the shape; strings are sizes that may vary.
+        flat: whether all elements may be given as one row or vector.
+
+    Raises:
+        CompatError: if type or shape are others.
     """
-    shape, dims = list(value.shape()), list(expected.shape)
-    actual = f"{value.data_type()} {shape}"
+    shape = list(value.shape())
     if value.data_type() != expected.type:
         raise OrtError(
-            f"Error in {what} pass execution: {expected.name!r} is {actual}\n"
-            f"hint: the model expects {expected.type} {dims}"
+            f"Error in {what} pass execution: {expected.name!r} is {value.data_type()} {shape}\n"
+            f"hint: the model expects {expected.type} {list(dims)}"
         )
     fixed = zip(shape, dims, strict=False)
-    if len(shape) != len(dims) or any(isinstance(d, int) and s != d for s, d in fixed):
-        raise OrtError(
-            f"Error in {what} pass execution: {expected.name!r} has shape {shape}\n"
-            f"hint: the model expects {dims}"
-        )
+    if len(shape) == len(dims) and all(not isinstance(d, int) or s == d for s, d in fixed):
+        return value
+    long, wanted = ([d for d in sizes if d != 1] for sizes in (shape, dims))
+    if all(isinstance(d, int) for d in dims) and (
+        long == wanted or (flat and len(long) < 2 and math.prod(shape) == math.prod(dims))
+    ):
+        return as_value(value.numpy().reshape(list(dims)), value.device_name())
+    raise OrtError(
+        f"Error in {what} pass execution: {expected.name!r} has shape {shape}\n"
+        f"hint: the model expects {list(dims)}"
+    )
 
 
 def write_fetches(fetches: Any, values: list[Any]) -> None:
@@ -248,12 +263,18 @@ def write_fetches(fetches: Any, values: list[Any]) -> None:
         fetches[i].update_inplace(value.numpy())
 
 
-def copy_of(value: Any) -> Any:
-    """Return an OrtValue with the same content and its own memory."""
+def own_value(array: np.ndarray, device: str = "cpu", index: int = 0) -> Any:
+    """Return an OrtValue with a copy of an array: on the CPU, onnxruntime would share its memory.
+
+    Args:
+        array: numbers.
+        device: ``"cpu"`` or ``"cuda"``.
+        index: of the device.
+    """
     kind = runtime.import_onnxruntime().OrtValue
-    array = value.numpy()
-    copied = kind.ortvalue_from_shape_and_type(
-        list(array.shape), array.dtype.type, value.device_name()
-    )
-    copied.update_inplace(array)
-    return copied
+    array = np.ascontiguousarray(array).reshape(array.shape)
+    if device != "cpu" or not array.size:
+        return kind.ortvalue_from_numpy(array, device, index)
+    value = kind.ortvalue_from_shape_and_type(list(array.shape), array.dtype.type, device, index)
+    value.update_inplace(array)
+    return value

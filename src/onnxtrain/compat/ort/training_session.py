@@ -6,12 +6,14 @@
 >>> session = TrainingSession(model, parameters)  # doctest: +SKIP
 >>> session.run(None, {"X": x, "label": y, "Learning_Rate": rate})  # doctest: +SKIP
 
-The model computes its own loss. None of this needs torch.
+The model computes its own loss. None of this needs torch. :meth:`TrainingSession.io_binding` gives
+a binding of onnxruntime whose inputs may be pointers, and whose outputs a training step computes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -24,11 +26,13 @@ from onnxtrain.artifacts.build import build
 from onnxtrain.checkpoint import state_key
 from onnxtrain.compat.ort.errors import OrtError, OrtTypeError, as_ort_errors
 from onnxtrain.compat.ort.optim import ConfigFromAttributes, literal
-from onnxtrain.compat.ort.state import as_value
+from onnxtrain.compat.ort.state import as_value, own_value
 from onnxtrain.errors import expected_one_of
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io import load
+from onnxtrain.importer.opset import IR_VERSION, OPSET
+from onnxtrain.runtime import session as runtime
 from onnxtrain.training import Trainer
 
 _MOMENTS = {"exp_avg": "Moment_1", "exp_avg_sq": "Moment_2"}
@@ -80,8 +84,11 @@ class TrainingParameters:
     sliced_axes: Any = None
     sliced_tensor_names: Any = None
     model_after_graph_transforms_path: str = ""
+    """Accepted without effect."""
     model_with_gradient_graph_path: str = ""
+    """A file for the model that accumulates gradients."""
     model_with_training_graph_path: str = ""
+    """A file for the model of a whole step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +133,7 @@ class TrainingSession:
             self._loss = parameters.loss_output_name
             self._inputs = [_describe(x) for x in model.graph.inputs]
             self._outputs = [_describe(y) for y in model.graph.outputs]
-            self._shape = _to_scalar(model, self._loss)
+            computed = _to_scalar(model, self._loss)
             _check_weights(model, parameters)
             fixed = {*parameters.weights_not_to_train, *parameters.immutable_weights}
             config = ConfigFromAttributes(
@@ -140,7 +147,7 @@ class TrainingSession:
                 optimizer=config.optimizer_for(sorted(named)),
                 train=[literal(n) for n in parameters.weights_to_train] or None,
                 freeze=[literal(n) for n in fixed] or None,
-                outputs=[n for n in names if n != self._loss],
+                outputs=[n for n in [*names, computed] if n != self._loss],
                 mode="as-is",
                 clip=clip or None,
                 accumulate=parameters.gradient_accumulation_steps,
@@ -149,6 +156,8 @@ class TrainingSession:
             kinds = [p if isinstance(p, str) else p[0] for p in providers or ()]
             device = "cuda" if "CUDAExecutionProvider" in kinds else "cpu"
             self._trainer = Trainer(artifacts, device=device, threads=threads)
+        self._computed = computed
+        _save_graphs(parameters, artifacts.models)
         self.loss_scale_input_name = None
 
     def get_inputs(self) -> list[NodeArg]:
@@ -164,32 +173,61 @@ class TrainingSession:
     ) -> list[np.ndarray]:
         """Run one training step; return outputs of the model before the update."""
         del options
+        feeds = {n: as_value(v, "cpu").numpy() for n, v in input_feed.items()}
+        return self._step(output_names or [y.name for y in self._outputs], feeds)
+
+    def io_binding(self) -> Any:
+        """Return an ``IOBinding`` of onnxruntime for :meth:`run_with_iobinding`."""
+        binding = runtime.import_onnxruntime().IOBinding(self._copies)
+        binding._iobinding = _binding_type()(self._copies, [x.name for x in self.get_inputs()])
+        return binding
+
+    def run_with_iobinding(self, iobinding: Any, run_options: Any = None) -> None:
+        """Run one training step on the bound inputs, into the bound outputs."""
+        del run_options
+        binding = getattr(iobinding, "_iobinding", iobinding)
+        binding.write(self._step(list(binding.outputs), binding.read()))
+
+    @property
+    def _sess(self) -> TrainingSession:
+        """This session: programs run the bindings inside ``IOBinding`` on ``session._sess``."""
+        return self
+
+    @functools.cached_property
+    def _copies(self) -> Any:
+        """A session that copies the inputs of a step."""
+        graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="inputs")
+        op = OpBuilder(graph)
+        for x in self.get_inputs():
+            kind = x.type.removeprefix("tensor(").removesuffix(")").upper()
+            graph.outputs.append(op.Identity(op.input(x.name, ir.DataType[kind], None)))
+        data = ir.to_proto(ir.Model(graph, ir_version=IR_VERSION)).SerializeToString()
+        return runtime.create(data, device=self._trainer.device, threads=1)
+
+    def _step(self, names: Sequence[str], feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
         known = [y.name for y in self._outputs]
-        names_to_fetch = list(output_names or known)
-        unknown = [n for n in names_to_fetch if n not in known]
+        unknown = [n for n in names if n not in known]
         if unknown:
             expected = expected_one_of(unknown[0], known)
             raise OrtError(f"unknown output: {', '.join(unknown)} {expected}")
-        feeds = {n: as_value(v, "cpu").numpy() for n, v in input_feed.items()}
-        missing = [x.name for x in self.get_inputs() if x.name not in feeds]
+        inputs = [x.name for x in self.get_inputs()]
+        missing = [n for n in inputs if n not in feeds]
         if missing:
             raise OrtError(f"missing inputs: {', '.join(missing)}")
-        inputs = [x.name for x in self.get_inputs()]
         unknown = [n for n in feeds if n not in inputs]
         if unknown:
             expected = expected_one_of(unknown[0], inputs)
             raise OrtError(f"unknown input: {', '.join(unknown)} {expected}")
-        kinds = {x.name: x.type for x in self._inputs}
-        for name, kind in kinds.items():
-            actual = as_value(feeds[name], "cpu").data_type()
-            if actual != kind:
-                raise OrtError(f"{name!r} is {actual}\nhint: the model expects {kind}")
+        for x in self._inputs:
+            actual = as_value(feeds[x.name], "cpu").data_type()
+            if actual != x.type:
+                raise OrtError(f"{x.name!r} is {actual}\nhint: the model expects {x.type}")
         self._trainer.lr = float(feeds.pop(self._rate).reshape(-1)[0])
         taken = set(self._trainer.inputs)
         with as_ort_errors():
             result = self._trainer.step(**{n: v for n, v in feeds.items() if n in taken})
-        outputs = {**result.outputs, self._loss: np.full(self._shape, result.loss, np.float32)}
-        return [np.array(outputs[n]) for n in names_to_fetch]
+        outputs = {**result.outputs, self._loss: result.outputs[self._computed]}
+        return [np.array(outputs[n]) for n in names]
 
     def get_state(self) -> dict[str, np.ndarray]:
         """Return copies of weights and optimizer state, under onnxruntime-training's names."""
@@ -257,25 +295,118 @@ def _check_supported(parameters: TrainingParameters) -> None:
         )
 
 
-def _to_scalar(model: ir.Model, name: str) -> list[int]:
-    """Reshape the loss to a scalar; return its original shape."""
+def _save_graphs(parameters: TrainingParameters, models: Mapping[str, onnx.ModelProto]) -> None:
+    paths = {
+        parameters.model_with_gradient_graph_path: models["train"],
+        parameters.model_with_training_graph_path: models.get("step", models["optimizer"]),
+    }
+    for path, model in paths.items():
+        if path:
+            onnx.save(model, path)
+
+
+def _to_scalar(model: ir.Model, name: str) -> str:
+    """Reshape the loss to a scalar; return a name for what the model computes.
+
+    Old programs declare a loss as ``[]`` that has two dimensions of 1: its declared shape is not
+    used.
+    """
     graph = model.graph
     at = next((i for i, y in enumerate(graph.outputs) if y.name == name), None)
     if at is None:
         expected = expected_one_of(name, [y.name or "" for y in graph.outputs])
         raise OrtError(f"unknown output: loss_output_name={name!r} {expected}")
     loss = graph.outputs[at]
-    dims = S.dims_of(loss)
-    if dims == ():
-        return []
-    if dims is None or any(d != 1 for d in dims):
+    if any(d != 1 for d in S.dims_of(loss) or ()):
         raise OrtError(f"the loss has more than one element: {S.describe_value(loss)}")
     op = OpBuilder(graph, "loss/")
     total = op.Reshape(loss, op.const(np.zeros(0, np.int64)))
-    loss.name = op.names.fresh(f"{name}.inner")
+    loss.name = op.names.fresh(f"{name}.computed")
+    loss.shape = None
     total.name, total.type, total.shape = name, loss.type, ir.Shape([])
     graph.outputs[at] = total
-    return [1] * len(dims)
+    graph.outputs.append(loss)
+    return loss.name
+
+
+@functools.cache
+def _binding_type() -> type[Any]:
+    native = runtime.import_onnxruntime().capi._pybind_state
+    base = native.SessionIOBinding
+    host = native.OrtDevice(native.OrtDevice.cpu(), native.OrtDevice.default_memory(), 0)
+
+    class SessionIOBinding(base):
+        """Inputs are bound to a session that copies them; outputs are kept here.
+
+        Args:
+            copies: the session.
+            names: of its inputs.
+        """
+
+        def __init__(self, copies: Any, names: list[str]) -> None:
+            super().__init__(copies._sess)
+            self._copies, self._names = copies, names
+            self._results = native.OrtValueVector()
+            self._bound: set[str] = set()
+            self.outputs: dict[str, Any] = {}
+            """What to fetch: a value to overwrite by name, or ``None``."""
+
+        def bind_input(self, name: str, *arguments: Any) -> None:
+            super().bind_input(name, *arguments)
+            self._bound.add(name)
+
+        def bind_ortvalue_input(self, name: str, value: Any) -> None:
+            super().bind_ortvalue_input(name, value)
+            self._bound.add(name)
+
+        def clear_binding_inputs(self) -> None:
+            super().clear_binding_inputs()
+            self._bound.clear()
+
+        def bind_output(self, name: str, device: Any, *buffer: Any) -> None:
+            del device
+            if buffer:
+                raise OrtError(
+                    f"the output {name!r} of a training step cannot go to a pointer\n"
+                    "hint: use bind_ortvalue_output(name, value)"
+                )
+            self.outputs[name] = None
+
+        def bind_ortvalue_output(self, name: str, value: Any) -> None:
+            self.outputs[name] = value
+
+        def clear_binding_outputs(self) -> None:
+            self.outputs.clear()
+
+        def get_outputs(self) -> Any:
+            return self._results
+
+        def copy_outputs_to_cpu(self) -> list[np.ndarray]:
+            return [np.array(self._results[i].numpy()) for i in range(len(self._results))]
+
+        def read(self) -> dict[str, np.ndarray]:
+            """Return the bound inputs."""
+            missing = [n for n in self._names if n not in self._bound]
+            if missing:
+                raise OrtError(
+                    f"missing inputs: {', '.join(missing)}\n"
+                    "hint: bind them with bind_ortvalue_input(name, value)"
+                )
+            for y in self._copies.get_outputs():
+                super().bind_output(y.name, host)
+            self._copies._sess.run_with_iobinding(self, None)
+            values = super().get_outputs()
+            return {n: np.array(values[i].numpy()) for i, n in enumerate(self._names)}
+
+        def write(self, results: list[np.ndarray]) -> None:
+            """Make these the outputs."""
+            self._results = native.OrtValueVector()
+            for value, array in zip(self.outputs.values(), results, strict=True):
+                if value is not None:
+                    value.update_inplace(array)
+                self._results.push_back(own_value(array)._ortvalue if value is None else value)
+
+    return SessionIOBinding
 
 
 def _check_weights(model: ir.Model, parameters: TrainingParameters) -> None:
