@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import numpy as np
 import onnxruntime
 import pytest
@@ -52,7 +55,8 @@ def test_sgd_takes_the_steps_of_the_gradient(model, tmp_path):
     feeds = {n: v for n, v in data().items() if n != "Learning_Rate"}
     for _ in range(3):
         names = ["total", "output", *(f"{n}_grad" for n in WEIGHTS)]
-        want = dict(zip(names, grads.run(names, {**feeds, **weights}), strict=True))
+        arrays = [np.asarray(y) for y in grads.run(names, {**feeds, **weights})]
+        want = dict(zip(names, arrays, strict=True))
         loss, output = session.run(["loss", "output"], data())
         assert loss.shape == (1, 1)
         np.testing.assert_allclose(loss.item(), want["total"], rtol=1e-5)
@@ -79,7 +83,7 @@ def add_scalar(model):
 
 def test_bindings_of_onnxruntime(model):
     """Inputs by value and by pointer, outputs to the host and into a value."""
-    native = onnxruntime.capi._pybind_state
+    native: Any = importlib.import_module("onnxruntime.capi._pybind_state")
     cpu = native.OrtDevice(native.OrtDevice.cpu(), native.OrtDevice.default_memory(), 0)
     first, second = (TrainingSession(model.SerializeToString(), settings()) for _ in range(2))
     bind, x = second.io_binding()._iobinding, data()["input"]

@@ -25,9 +25,9 @@ class ExtTestCase(unittest.TestCase):
             function()
         self.assertIn(message, str(caught.exception))
 
-    def assertGreater(self, first: Any, second: Any, msg: Any = None) -> None:
+    def assertGreater(self, a: Any, b: Any, msg: Any = None) -> None:
         """Allow equality, as pyquickhelper documents it."""
-        self.assertGreaterEqual(first, second, msg)
+        self.assertGreaterEqual(a, b, msg)
 
     def assertStartsWith(self, prefix: str, text: str, msg: Any = None) -> None:
         self.assertEqual(prefix, text[: len(prefix)], msg)
