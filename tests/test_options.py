@@ -118,6 +118,8 @@ def test_the_manifest_records_options() -> None:
     assert options.pop("loss_scale") is None
     assert options.pop("initial_weights").keys() == {"trained", "frozen"}
     assert options.pop("repairs") == []
+    compared = {"output": "scores", "activation": "softmax", "applied": False}
+    assert options.pop("predictions") == {"labels": compared}
     assert options == {
         "clip": {"norm": 0.5, "value": None},
         "dims": {"batch": 4},

@@ -25,7 +25,7 @@ from onnxtrain.optim import schedules
 from onnxtrain.training import Callback, EarlyStopping, Run, StepResult, Trainer
 from onnxtrain.training.data import as_source, shuffled
 from onnxtrain.training.fit import CheckpointRotation
-from onnxtrain.training.metrics import crc32c
+from onnxtrain.training.run_files import crc32c
 from tests.artifacts.models import classifier, data, finished, graph, weight, with_norm
 from tests.training.made import same
 
@@ -227,7 +227,7 @@ def test_early_stopping(artifacts: Artifacts) -> None:
     history = quiet(Trainer(artifacts), data(16), epochs=3, patience=1, monitor="accuracy")
     assert history.best is not None
     with pytest.raises(
-        OnnxTrainError, match=r"unknown monitor: 'val_f1' \(expected one of 'lr', 'loss'"
+        OnnxTrainError, match=r"unknown monitor: 'val_f1' \(expected one of loss, accuracy\)"
     ):
         quiet(Trainer(artifacts), data(16), epochs=3, monitor="val_f1")
 
@@ -532,3 +532,49 @@ def test_interrupted_script_exits_with_130() -> None:
 
 
 # -- what is shown ----------------------------------------------------------------------
+
+
+# -- a schedule as a function of the step -----------------------------------------------
+
+
+def test_a_schedule_may_be_a_function_of_the_step(artifacts: Artifacts) -> None:
+    trainer = Trainer(artifacts)
+    history = quiet(trainer, data(40), epochs=2, batch_size=10, schedule=lambda step: 0.01 / step)
+    assert [r["lr"] for r in history.steps] == [0.01 / step for step in range(1, 9)]
+    assert trainer.lr == 0.01
+
+
+def test_a_schedule_function_is_given_again_to_a_resumed_run(
+    artifacts: Artifacts, tmp_path: Path
+) -> None:
+    options = {"batch_size": 10, "directory": tmp_path / "run"}
+
+    def schedule(step: int) -> float:
+        return 0.01 / step
+
+    whole = Trainer(artifacts)
+    expected = quiet(whole, data(40), epochs=2, batch_size=10, schedule=schedule).losses
+    quiet(Trainer(artifacts), data(40), epochs=1, schedule=schedule, **options)
+    with pytest.raises(PrepareError, match=r"schedule is a function.*\nhint: .*schedule=function"):
+        quiet(Trainer(artifacts), data(40), epochs=2, resume=True, **options)
+    trainer = Trainer(artifacts)
+    history = quiet(trainer, data(40), epochs=2, resume=True, schedule=schedule, **options)
+    assert history.losses == expected
+    assert [r["lr"] for r in history.steps] == [0.01 / step for step in range(1, 9)]
+    same(whole.state_dict(), trainer.state_dict())
+
+
+def test_options_that_a_schedule_does_not_use_are_errors(artifacts: Artifacts) -> None:
+    with pytest.raises(PrepareError, match="warmup= has no effect on a function\nhint: "):
+        quiet(Trainer(artifacts), data(40), schedule=lambda step: 0.1, warmup=3)
+    with pytest.raises(OnnxTrainError, match=r"lr= has no effect: .*\nhint: pass only schedule="):
+        quiet(Trainer(artifacts), data(40), schedule=lambda step: 0.1, lr=0.1)
+    with pytest.raises(OnnxTrainError, match="lr must be finite and not negative, got -1"):
+        quiet(Trainer(artifacts), data(40), schedule=lambda step: -1)
+
+
+def test_warmup_of_a_schedule_object(artifacts: Artifacts) -> None:
+    schedule = schedules.Step(step_size=2, gamma=0.5)
+    history = quiet(Trainer(artifacts), data(48), batch_size=8, schedule=schedule, warmup=2)
+    rates = [r["lr"] for r in history.steps]
+    assert rates == pytest.approx([0, 0.005, 0.01, 0.01, 0.005, 0.005])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from onnxtrain.training.metrics import MetricsWriter
+from onnxtrain.training.run_files import MetricsWriter
 
 COLUMNS = ["kind", "epoch", "step", "loss"]
 

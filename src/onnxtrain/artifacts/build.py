@@ -236,6 +236,7 @@ def _build_for_target(loaded: LoadedSource, options: BuildOptions) -> Artifacts:
             **recorded_options(options),
             "initial_weights": initial_weights(source, {**parameters, **buffers}),
             "loss_scale": precision.settings(),
+            "predictions": {n: dataclasses.asdict(c) for n, c in origin.compared.items()},
             "repairs": [*loaded.repairs, *base.repairs, *untrained, *upcast, *origin.repairs],
             **({"above_one": list(origin.above_one)} if origin.above_one else {}),
             **({"dp": dataclasses.asdict(options.dp)} if options.dp else {}),

@@ -35,6 +35,7 @@ from onnxtrain.graph.simplify.dead_code import remove_dead
 from onnxtrain.importer import Prepared
 from onnxtrain.importer.opset import IR_VERSION, NEWEST_IR, NEWEST_OPSET, OPSET
 from onnxtrain.losses import Attached, attach_loss
+from onnxtrain.losses.attach import Compared
 from onnxtrain.manifest import ModelSpec, StateSpec, TensorSpec, WeightSpec
 from onnxtrain.modes import running_statistics, sizes_above_one, to_evaluation, to_training
 from onnxtrain.modes.mixed_precision import autocast
@@ -275,6 +276,8 @@ class DifferentiatedModel:
     """The input for the loss scale, if the loss is scaled."""
     above_one: tuple[str, ...] = ()
     """Products of dimensions that must be above 1 in every batch."""
+    compared: Mapping[str, Compared] = dataclasses.field(default_factory=dict)
+    """By target: the output that a loss compares with it."""
 
     def copy(self, role: str, target: str | Target) -> ModelCopy:
         """Return a copy to add nodes to."""
@@ -385,6 +388,7 @@ def differentiate_loss(
         repairs=tuple(repairs),
         scale=scale[0].name if scale else None,
         above_one=above_one,
+        compared=attached.compared,
     )
 
 

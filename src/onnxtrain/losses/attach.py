@@ -24,9 +24,9 @@ from onnxtrain.errors import PrepareError, ShapeError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.importer import mark_constants
-from onnxtrain.losses.classification import CrossEntropy
+from onnxtrain.losses.classification import BCE, CrossEntropy
 from onnxtrain.losses.from_model import insert_model
-from onnxtrain.losses.logits import find_logits
+from onnxtrain.losses.logits import Reads, find_logits
 from onnxtrain.losses.loss import FLOAT, INT64, LOSSES, Loss, TargetSpec, reduce
 from onnxtrain.losses.metrics import Metric, metric_by_name
 from onnxtrain.registry import parse_options, unknown_name_error
@@ -322,6 +322,8 @@ class Term:
     source: ir.Value | None = None
     """The output of the model; the prediction is its logits, or its cast to float32."""
     targets: Sequence[ir.Value] = ()
+    repaired: bool = False
+    """Whether the prediction is the logits before the source's Softmax or Sigmoid."""
 
 
 def build_metrics(
@@ -409,6 +411,39 @@ def _only_output(scope: LossContext, metric: Metric) -> ir.Value:
 
 
 @dataclasses.dataclass(frozen=True)
+class Compared:
+    """An output that a loss compares with a target."""
+
+    output: str
+    activation: str
+    """What makes probabilities: ``"softmax"``, ``"sigmoid"`` or ``"exp"``; empty for losses of
+    other values."""
+    applied: bool
+    """Whether the output has it already."""
+
+
+_ACTIVATIONS = {
+    Reads.SOFTMAX_LOGITS: "softmax",
+    Reads.SIGMOID_LOGITS: "sigmoid",
+    Reads.LOG_PROBABILITIES: "exp",
+}
+
+
+def _compared(work: LossContext, terms: Sequence[Term]) -> dict[str, Compared]:
+    """Return the output that each target is compared with, if the model returns it."""
+    pairs: dict[str, Compared] = {}
+    for term in terms:
+        y = term.source
+        if term.loss is None or y is None or y not in work.own or len(term.targets) != 1:
+            continue
+        probabilities = isinstance(term.loss, BCE)
+        activation = "sigmoid" if probabilities else _ACTIVATIONS.get(term.loss.reads, "")
+        pair = Compared(y.name or "", activation, term.repaired or probabilities)
+        pairs[term.targets[0].name or ""] = pair
+    return pairs
+
+
+@dataclasses.dataclass(frozen=True)
 class Attached:
     """A model with a loss, and the values that were added."""
 
@@ -423,6 +458,8 @@ class Attached:
     """The values named by ``outputs=``."""
     repairs: tuple[str, ...] = ()
     """What the losses read instead of outputs of the model, a line each."""
+    compared: dict[str, Compared] = dataclasses.field(default_factory=dict)
+    """By target: the output that a loss compares with it."""
 
 
 def attach_loss(
@@ -470,7 +507,8 @@ def attach_loss(
         [value, *metric_values.values(), *(y for y in kept if y not in metric_values.values())]
     )
     targets = [x for x in model.graph.inputs if x not in before]
-    return Attached(model, value, targets, metric_values, extra, tuple(work.repairs))
+    repairs, compared = tuple(work.repairs), _compared(work, terms)
+    return Attached(model, value, targets, metric_values, extra, repairs, compared)
 
 
 def _is_loss_output(y: ir.Value, loss: ir.Value) -> bool:
@@ -522,7 +560,8 @@ class _LossBuilder(LossContext):
         used: Counter[str],
     ) -> Term:
         loss: Loss = term.loss
-        predictions = [self.upcast(self.scores(loss, x)) for x in sources]
+        scores = [self.scores(loss, x) for x in sources]
+        predictions = [self.upcast(x) for x in scores]
         names = term.target_names
         if len(names) > len(specs):
             raise PrepareError(
@@ -540,7 +579,8 @@ class _LossBuilder(LossContext):
             targets.append(self.new_input(name, spec))
         value = loss.build(self.op, *predictions, *targets)
         value = self.scalar(term, value)
-        return Term(term, value, loss, predictions[0], sources[0], targets)
+        repaired = scores[0] is not sources[0]
+        return Term(term, value, loss, predictions[0], sources[0], targets, repaired)
 
     def build_other(self, term: LossTerm) -> ir.Value:
         if term.target_names:

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.autodiff.rule_registry import Choice, Choices, Variant, Variants, select_variant
-from onnxtrain.errors import PrepareError
+from onnxtrain.errors import PrepareError, by_caller
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.shapes.dims import Dim
@@ -222,6 +222,11 @@ class MAE(Metric):
         return op.cast(reduce(op, op.Abs(op.Sub(prediction, target)), "mean"), FLOAT)
 
 
+DATA_SET_METRICS = ("precision", "recall", "f1", "auc", "map", "confusion_matrix", "r2")
+"""Metrics that are not means over batches: ``fit`` and ``evaluate`` compute them outside the graph,
+from all predictions of a data set."""
+
+
 def metric_by_name(name: str) -> Metric:
     """Return the metric of a name, or of a name with options.
 
@@ -229,6 +234,14 @@ def metric_by_name(name: str) -> Metric:
     True
     """
     number = re.fullmatch(r"top_(\d+)", name)
+    if name in DATA_SET_METRICS:
+        raise PrepareError(
+            f"{name!r} is not a mean over batches, which metrics of a graph are\nhint: "
+            + by_caller(
+                f"fit(..., metrics=[{name!r}]) computes it on the validation data",
+                f"onnxtrain train ... --metric {name} computes it on the validation data",
+            )
+        )
     return TopK(int(number[1])) if number else METRICS.make(name)
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, cast
 
 from onnxtrain.errors import PrepareError
@@ -473,10 +473,40 @@ class ReduceOnPlateau(Schedule):
 _PLATEAU = ("best", "bad", "resting", "reductions")
 
 
+class Function(Schedule):
+    """The learning rate that a function of the step returns; steps count from 1.
+
+    >>> resolve_schedule(lambda step: 0.01 / step).lr(0.1, 4)
+    0.0025
+    """
+
+    name = "function"
+
+    def __init__(self, function: Callable[[int], float]) -> None:
+        self.function = function
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the name: a function has no JSON."""
+        return {"name": self.name}
+
+    def at(self, base: float, t: int) -> float:
+        """Call the function."""
+        return self.function(t + 1)
+
+
+ScheduleLike = str | Schedule | Mapping[str, Any] | Callable[[int], float]
+"""A name, an object, its dict, or a function from the step to the learning rate."""
+
+
 def from_dict(data: Mapping[str, Any]) -> Schedule:
     """Return the schedule that :meth:`Schedule.to_dict` described."""
     settings = dict(data)
     name = settings.pop("name", None)
+    if name == Function.name:
+        raise PrepareError(
+            "the run's schedule is a function, which a checkpoint cannot contain\n"
+            "hint: pass it again: schedule=function"
+        )
     if name not in SCHEDULES:
         raise unknown_name_error(str(name), SCHEDULES, "schedule")
     for key, value in settings.items():
@@ -513,7 +543,7 @@ def rescale_schedule(data: Mapping[str, Any], old: int | None, new: int | None) 
 
 
 def resolve_schedule(
-    schedule: str | Schedule | Mapping[str, Any] | None,
+    schedule: ScheduleLike | None,
     *,
     total: int | None = None,
     warmup: float | None = None,
@@ -522,16 +552,23 @@ def resolve_schedule(
     """Return the schedule of a name, a name with options, a dict or an object.
 
     Args:
-        schedule: ``"cosine"``, ``"cosine:warmup=10,total=100"``, the result of ``to_dict``, or an
-            object, which is returned. ``None`` is a constant rate.
+        schedule: ``"cosine"``, ``"cosine:warmup=10,total=100"``, the result of ``to_dict``, an
+            object, or a function from the step to the learning rate. ``None`` is a constant rate.
         total: number of steps including warmup, for schedules that need it.
         warmup: number of warmup steps, or a fraction of ``total`` if it is below 1.
         options: more options of the schedule; options in the string win.
     """
-    if isinstance(schedule, Schedule):
-        return schedule
     if isinstance(schedule, Mapping):
-        return from_dict(schedule)
+        schedule = from_dict(cast(Mapping[str, Any], schedule))
+    if isinstance(schedule, Schedule):
+        steps = _warmup_steps(warmup, total)
+        return Warmup(steps, schedule) if steps else schedule
+    if callable(schedule):
+        require(
+            not warmup,
+            "warmup= has no effect on a function\nhint: let the function rise in its first steps",
+        )
+        return Function(schedule)
     text = "constant" if schedule is None else schedule
     name, given = parse_options(text)
     kind = SCHEDULES.find(name)
@@ -540,6 +577,19 @@ def resolve_schedule(
         raise unknown_name_error(name, simple, "schedule")
     total = given.pop("total", total)
     warmup = given.pop("warmup", warmup)
+    warmup = _warmup_steps(warmup, total)
+    takes_total = any(f.name == "total" for f in dataclasses.fields(kind))  # pyright: ignore[reportArgumentType]
+    if takes_total and total is not None:
+        require(
+            not warmup or total > warmup,
+            f"warmup ({warmup} steps) must be shorter than the schedule ({total} steps)",
+        )
+        options["total"] = total - warmup
+    after_warmup = SCHEDULES.make(name, {**options, **given})
+    return Warmup(warmup, after_warmup) if warmup else after_warmup
+
+
+def _warmup_steps(warmup: float | None, total: int | None) -> int:
     warmup = 0 if warmup is None else warmup
     if 0 < warmup < 1:
         require(total is not None, f"warmup={warmup} is a fraction and needs total=")
@@ -547,12 +597,4 @@ def resolve_schedule(
     require(
         warmup >= 0 and int(warmup) == warmup, f"warmup must be a whole number of steps: {warmup}"
     )
-    takes_total = any(f.name == "total" for f in dataclasses.fields(kind))  # pyright: ignore[reportArgumentType]
-    if takes_total and total is not None:
-        require(
-            not warmup or total > warmup,
-            f"warmup ({warmup} steps) must be shorter than the schedule ({total} steps)",
-        )
-        options["total"] = total - int(warmup)
-    after_warmup = SCHEDULES.make(name, {**options, **given})
-    return Warmup(int(warmup), after_warmup) if warmup else after_warmup
+    return int(warmup)

@@ -2,9 +2,9 @@
 
 from onnxtrain.training.callbacks import Best, Callback, EarlyStopping, MlflowLogger, WandbLogger
 from onnxtrain.training.data_files import DataFile, read_data
+from onnxtrain.training.evaluation import Evaluation
 from onnxtrain.training.fit import History, Run
 from onnxtrain.training.lr_finder import LrCurve, find_lr
-from onnxtrain.training.metrics import Evaluation
 from onnxtrain.training.results import Parameters, StepResult
 from onnxtrain.training.trainer import Trainer
 

@@ -6,12 +6,14 @@ are optional packages.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from onnxtrain.errors import OnnxTrainError
+from onnxtrain.errors import OnnxTrainError, argument, by_caller, expected_one_of
+from onnxtrain.training.metrics import BUILT_IN
 
 if TYPE_CHECKING:
     from onnxtrain.training.fit import Run
@@ -51,7 +53,9 @@ class Best(Callback):
 
     Args:
         monitor: value of the epoch's record to compare; ``val_loss``, else ``loss``, by default.
-        mode: ``"min"`` or ``"max"``; by default ``"max"`` for accuracies.
+            ``"max:val_iou"`` also gives the mode.
+        mode: ``"min"`` or ``"max"``; known from the name for losses, errors, accuracies, scores and
+            the built-in metrics.
         min_delta: minimum change that counts as an improvement.
     """
 
@@ -62,6 +66,9 @@ class Best(Callback):
     ) -> None:
         if mode not in (None, "min", "max"):
             raise OnnxTrainError(f"unknown mode: {mode!r} (expected one of 'min', 'max')")
+        prefix, colon, name = (monitor or "").partition(":")
+        if colon and prefix in ("min", "max"):
+            monitor, mode = name, prefix
         self.monitor, self.mode, self.min_delta = monitor, mode, min_delta
         self.value: float | None = None
         self.epoch = 0
@@ -76,20 +83,34 @@ class Best(Callback):
         monitor = self.monitor or ("val_loss" if "val_loss" in record else "loss")
         if monitor not in record:
             known = [n for n, v in record.items() if isinstance(v, float)]
-            expected = ", ".join(map(repr, known))
-            raise OnnxTrainError(f"unknown monitor: {monitor!r} (expected one of {expected})")
+            raise unknown_monitor(monitor, known, validated=run.validation is not None)
         if self.by not in (None, monitor):
             self.value, self.since = None, 0  # different values cannot be compared
         self.by = monitor
-        value = float(record[monitor])
-        larger_is_better = "accuracy" in monitor or "top_" in monitor
-        sign = 1.0 if (self.mode or ("max" if larger_is_better else "min")) == "max" else -1.0
+        value = _number(monitor, record[monitor])
+        sign = 1.0 if self.maximizes(monitor) else -1.0
         self.improved = not math.isnan(value) and (
             self.value is None or sign * (value - self.value) > self.min_delta
         )
         self.since = 0 if self.improved else self.since + 1
         if self.improved:
             self.value, self.epoch = value, int(record["epoch"])
+
+    def maximizes(self, name: str) -> bool:
+        """Return whether a larger value is better.
+
+        Raises:
+            OnnxTrainError: if there is no mode, and the name says nothing.
+        """
+        if self.mode is not None:
+            return self.mode == "max"
+        words = {*name.split("_")}
+        if not words & _SMALLER_IS_BETTER and not words & _LARGER_IS_BETTER:
+            larger, smaller = (argument("monitor", f"{mode}:{name}") for mode in ("max", "min"))
+            raise OnnxTrainError(
+                f"is a larger or a smaller {name!r} better?\nhint: {larger} or {smaller}"
+            )
+        return not words & _SMALLER_IS_BETTER
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and its epoch."""
@@ -101,14 +122,55 @@ class Best(Callback):
         self.value, self.epoch, self.since = state["value"], state["epoch"], state["since"]
 
 
+_LARGER_IS_BETTER = {
+    *("accuracy", "auc", "bleu", "dice", "f1", "iou", "map", "precision", "r2", "recall", "score"),
+    "top",
+}
+_SMALLER_IS_BETTER = {
+    *("error", "loss", "lr", "mae", "mape", "mse", "norm", "perplexity", "rmse", "wer"),
+}
+"""Words in names of values; an unknown name needs a mode."""
+
+
+def unknown_monitor(name: str, known: Sequence[str], *, validated: bool) -> OnnxTrainError:
+    """Return the error for a value that records of epochs do not have, and what would add it."""
+    metrics = [n for n in known if not n.startswith("val_")]
+    possible = [*known, *(f"val_{n}" for n in (*metrics, *BUILT_IN))]
+    near = [n for n in possible if n.startswith(name)]  # val_acc is val_accuracy, not val_auc
+    near = near[:1] or difflib.get_close_matches(name, possible, n=1)
+    message = f"unknown monitor: {name!r} {expected_one_of(name, known)}"
+    if not near:
+        return OnnxTrainError(message)
+    python, flags, (wanted,) = [], [], near
+    plain = wanted.removeprefix("val_")
+    if plain != wanted and not validated:
+        python.append("validation=data")
+        flags.append("--validation FILE")
+    if wanted not in known and plain not in known:
+        python.append(f"metrics=[{plain!r}]")
+        flags.append(f"--metric {plain}")
+    python.append(f"monitor={wanted!r}")
+    flags.append(f"--monitor {wanted}")
+    hint = by_caller(f"fit(..., {', '.join(python)})", " ".join(flags))
+    return OnnxTrainError(f"{message}\nhint: {hint}")
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, list):
+        raise OnnxTrainError(f"{name!r} is an array\nhint: monitor a number, such as 'val_loss'")
+    return float(value)
+
+
 class EarlyStopping(Best):
     """Stops a run after some epochs in a row without an improvement.
 
     Args:
         patience: number of epochs without an improvement.
-        monitor: as in :class:`Best`.
+        monitor: as in :class:`Best`; also that of the run, unless ``fit`` gets one.
         mode: as in :class:`Best`.
         min_delta: as in :class:`Best`.
+        restore_best: continue with weights, optimizer state and step counter of the best epoch
+            after the run: from its checkpoint, or from a copy in memory without ``directory``.
     """
 
     name = "early_stopping"
@@ -119,17 +181,44 @@ class EarlyStopping(Best):
         monitor: str | None = None,
         mode: str | None = None,
         min_delta: float = 0.0,
+        *,
+        restore_best: bool = False,
     ) -> None:
         super().__init__(monitor, mode, min_delta)
         if patience < 1:
             raise OnnxTrainError(f"patience must be at least 1, got {patience}")
-        self.patience = patience
+        self.patience, self.restore_best = patience, restore_best
+        self._copy: tuple[dict[str, Any], int] | None = None
+
+    def on_start(self, run: Run) -> None:
+        """Check that the run keeps the epoch to restore."""
+        self._copy = None
+        if self.restore_best and run.best.monitor != self.monitor:
+            raise OnnxTrainError(
+                f"restore_best=True: the best epoch of this run is by {run.best.monitor!r}, "
+                f"EarlyStopping monitors {self.monitor!r}\n"
+                "hint: pass monitor= to EarlyStopping only"
+            )
 
     def on_epoch(self, run: Run, record: Record) -> None:
         """Stop the run when patience is exhausted."""
         super().on_epoch(run, record)
+        if self.restore_best and run.best.improved and run.rotation is None:
+            self._copy = run.trainer.state_dict(), run.trainer.global_step
         if self.since >= self.patience:
             run.stop = f"no improvement over epoch {self.epoch} for {self.since} epochs"
+
+    def on_end(self, run: Run) -> None:
+        """Restore the best epoch, unless the run was interrupted, which may be resumed."""
+        if not self.restore_best or run.interrupted or run.history.best is None:
+            return
+        if run.rotation is not None:
+            run.trainer.load(run.rotation.best)
+        elif self._copy is not None:
+            state, step = self._copy
+            run.trainer.load_state_dict(state)
+            run.trainer.global_step = step
+        run.show.line(f"restored epoch {run.best.epoch}, the best by {run.best.by}")
 
 
 class WandbLogger(Callback):

@@ -43,10 +43,16 @@ from onnxtrain.errors import (
     by_caller,
 )
 from onnxtrain.graph.io.writer import as_save_error
-from onnxtrain.optim.schedules import Schedule, from_dict, rescale_schedule, resolve_schedule
+from onnxtrain.optim.schedules import (
+    Schedule,
+    ScheduleLike,
+    from_dict,
+    rescale_schedule,
+    resolve_schedule,
+)
 from onnxtrain.options import Flag, option
 from onnxtrain.runtime.feeds import feed
-from onnxtrain.training.callbacks import Best, Callback, EarlyStopping, Record
+from onnxtrain.training.callbacks import Best, Callback, EarlyStopping, Record, unknown_monitor
 from onnxtrain.training.checks import (
     LoadedCheckpoint,
     check_initial_weights,
@@ -58,9 +64,11 @@ from onnxtrain.training.checks import (
 )
 from onnxtrain.training.columns import class_names
 from onnxtrain.training.data import Batch, Source, as_source, explain_label_error, length
-from onnxtrain.training.metrics import Mean, MetricsWriter, evaluate
+from onnxtrain.training.evaluation import Mean, evaluate
+from onnxtrain.training.metrics import Metrics, MetricsLike
 from onnxtrain.training.progress import Display, display
 from onnxtrain.training.results import StepResult
+from onnxtrain.training.run_files import MetricsWriter
 
 if TYPE_CHECKING:
     from onnxtrain.training.trainer import Trainer
@@ -82,7 +90,10 @@ class FitOptions:
     batch_size: int | None = option(None, Flag(int, "32, or the model's fixed batch size."))
     lr: float | None = option(None, Flag(float, "Learning rate; that of the build by default."))
     validation: Any = option(None, Flag(Path, "Validation data, in a format of --data."))
-    schedule: str | Schedule | Mapping[str, Any] | None = option(
+    metrics: MetricsLike = option(
+        (), Flag(list[str], "Metric of the validation data: f1, auc, top_3 ...", name="metric")
+    )
+    schedule: ScheduleLike | None = option(
         None, Flag(str, "Learning rate schedule: cosine, one_cycle, step:step_size=10 ...")
     )
     warmup: float | None = option(
@@ -124,6 +135,16 @@ class FitOptions:
                 raise OnnxTrainError(f"{name} must be an integer of at least 1, got {value!r}")
         if self.lr is not None:
             check_lr(self.lr, "lr")
+            if callable(self.schedule) and not isinstance(self.schedule, Schedule):
+                raise OnnxTrainError(
+                    "lr= has no effect: the schedule function returns the learning rate\n"
+                    "hint: pass only schedule="
+                )
+        if self.metrics and self.validation is None:
+            raise OnnxTrainError(
+                "metrics are computed on validation data\n"
+                f"hint: {by_caller('fit(..., validation=data)', '--validation FILE')}"
+            )
 
     def completed(self, stored: Mapping[str, Any], fixed_batch: int | None) -> FitOptions:
         """Return the options with values for those not given: from a stored run, else defaults.
@@ -204,10 +225,11 @@ class Run:
         """Number of batches of the epoch that are done."""
         self.stop = ""
         """Set to a reason to end the run after this step."""
-        self.best = Best(self.options.monitor)
         self.callbacks: list[Callback] = [_as_callback(c) for c in options.callbacks]
+        self.best = self._best_epoch()
         if self.options.patience is not None:
             self.callbacks.append(EarlyStopping(self.options.patience, self.options.monitor))
+        self.metrics = Metrics(trainer, self.options.metrics)
         self.base_lr = trainer.lr if options.lr is None else options.lr
         self.first_step = trainer.global_step
         self.rotation: CheckpointRotation | None = None
@@ -237,11 +259,43 @@ class Run:
             if stored.validated and self.validation is None:
                 self.resumed += "; without validation data, which the run had before"
             trainer.restore(loaded)
+        self._check_monitors()
         trainer.classes = self.source.classes
+        trainer.best_checkpoint = None if self.rotation is None else self.rotation.best
         # Weights that are infinite on purpose, such as a mask.
         self._nonfinite_at_start = set(nonfinite_weights(trainer))
         if self.rotation is not None:
             self.rotation.sweep()  # last: an error above must not remove another run's files
+
+    def _best_epoch(self) -> Best:
+        """Return what decides which epoch is best: ``monitor``, else the first EarlyStopping."""
+        if self.options.monitor is None:
+            for callback in self.callbacks:
+                if isinstance(callback, Best):
+                    return Best(callback.monitor, callback.mode)
+        return Best(self.options.monitor)
+
+    def _check_monitors(self) -> None:
+        """Raise an error now for a value that no epoch will have."""
+        known = self._columns()[4:]
+        added = tuple(f"val_{n}_" for n in self.metrics.names)  # by a metric that returns a dict
+        own = [c for c in self.callbacks if not isinstance(c, Best)]  # may add to the record
+        for best in (self.best, *(c for c in self.callbacks if isinstance(c, Best))):
+            name = best.monitor
+            if name is None:
+                continue
+            if name not in known and not name.startswith(added) and (best is self.best or not own):
+                raise unknown_monitor(name, known, validated=self.validation is not None)
+            maximize = best.maximizes(name)
+            mode = _plateau_mode(self.schedule.to_dict())
+            if best is self.best and mode not in (None, "max" if maximize else "min"):
+                raise OnnxTrainError(
+                    f"reduce_on_plateau waits for a smaller {name!r}, and larger is better\n"
+                    f"hint: {argument('schedule', 'reduce_on_plateau:mode=max')}"
+                    if maximize
+                    else f"reduce_on_plateau waits for a larger {name!r}, and smaller is better\n"
+                    f"hint: {argument('schedule', 'reduce_on_plateau')}"
+                )
 
     def _sources(
         self, data: Any, seed: int, classes: Mapping[str, Sequence[str]]
@@ -263,6 +317,11 @@ class Run:
                 validation, specs, batch_size=size, drop_last=fixed, classes=source.classes
             )
         return source, validation
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C has stopped the run."""
+        return self.stop == _INTERRUPTED
 
     @property
     def epochs(self) -> int:
@@ -308,7 +367,7 @@ class Run:
             callback.on_end(self)
         self.trainer.lr = self.base_lr
         self.history.stopped = self.stop
-        if self.stop == _INTERRUPTED:
+        if self.interrupted:
             # Only now: a script that goes on would take half-trained weights for the result.
             raise KeyboardInterrupt(self._interrupt_message())
         return self.history
@@ -381,12 +440,12 @@ class Run:
         row: Record = {"kind": "epoch", "epoch": self.epoch + 1, "step": self.trainer.global_step}
         row |= {"lr": self.trainer.lr, **self.means.values()}
         if self.validation is not None:
-            evaluation = evaluate(self.trainer, self.validation)
+            evaluation = evaluate(self.trainer, self.validation, self.metrics)
             row |= {f"val_{n}": v for n, v in evaluation.to_dict().items()}
         self.means = Mean()
         self.epoch, self.batch = self.epoch + 1, 0
         self.best.on_epoch(self, row)
-        self.schedule.update(row.get(self.options.monitor or "val_loss", row["loss"]))
+        self.schedule.update(row.get(self.best.monitor or "val_loss", row["loss"]))
         self.history.epochs.append(row)
         if self.best.improved:
             self.history.best = row
@@ -489,7 +548,8 @@ class Run:
         metrics = self.trainer.metric_names
         columns = ["kind", "epoch", "step", "lr", "loss", *metrics]
         if self.validation is not None:
-            columns += ["val_loss", *(f"val_{m}" for m in metrics if m != "grad_norm")]
+            metrics = [m for m in metrics if m != "grad_norm"]
+            columns += ["val_loss", *(f"val_{m}" for m in (*metrics, *self.metrics.names))]
         return columns
 
     @contextmanager
@@ -529,6 +589,16 @@ def _as_callback(given: Any) -> Callback:
         )
     function: Any = given
     return _FunctionCallback(function)
+
+
+def _plateau_mode(schedule: Any) -> str | None:
+    """Return the mode of the ReduceOnPlateau in the dict of a schedule, if there is one."""
+    if isinstance(schedule, Mapping):
+        if schedule.get("name") == "reduce_on_plateau":
+            return str(schedule["mode"])
+        schedule = list(schedule.values())
+    parts = schedule if isinstance(schedule, list) else []
+    return next((m for m in map(_plateau_mode, parts) if m is not None), None)
 
 
 def _epoch_summary(row: Record, epochs: int) -> str:
@@ -711,7 +781,12 @@ class CheckpointRotation:
     def save_best(self, trainer: Trainer, extra: dict[str, Any]) -> Path:
         """Write the checkpoint of the best epoch, in place of the previous one."""
         self._make_folder()
-        trainer.save(self.folder / BEST, extra)
+        trainer.save(self.best, extra)
+        return self.best
+
+    @property
+    def best(self) -> Path:
+        """The checkpoint of the best epoch."""
         return self.folder / BEST
 
     def _make_folder(self) -> None:

@@ -204,22 +204,24 @@ def _is_integer_weight(x: ir.Value) -> bool:
 def export(
     trainer: Trainer,
     path: str | os.PathLike[str],
+    read: ReadTensor,
     *,
     ema: bool = False,
     fold: bool = False,
     opset: int | None = None,
 ) -> None:
-    """Write the inference model with the current weights.
+    """Write the inference model with the weights that ``read`` returns.
 
     Args:
-        trainer: has the weights.
+        trainer: has the model.
         path: of the file.
+        read: returns a parameter, buffer or state tensor.
         ema: write the moving average of the weights.
         fold: fold constants; see :meth:`onnxtrain.Trainer.export`.
         opset: opset version of the file; the model's own by default.
     """
     averages = _ema_names(trainer.manifest) if ema else {}
-    model = trained_model(trainer.artifacts, lambda name: trainer.view(averages.get(name, name)))
+    model = trained_model(trainer.artifacts, lambda name: read(averages.get(name, name)))
     if opset is not None:
         model = lower(model, opset=opset)
     save_model(fold_constants(model) if fold else model, path)

@@ -1,316 +1,492 @@
-"""Metrics of a run: means over batches, evaluation, and the files they are written to.
+"""Metrics of a whole data set: built-in ones, any function, objects of torchmetrics.
 
-:class:`MetricsWriter` writes ``metrics.csv``, ``metrics.jsonl``, TensorBoard events and a plot of
-the loss. :class:`EventFile` writes TensorBoard's format without TensorBoard: a file is a sequence
-of records, each of length (8 bytes), checksum of the length, content, checksum of the content. The
-content is an ``Event`` message: wall_time = 1 (double), step = 2, file_version = 3, summary = 5,
-whose values (1) have a tag (1) and a simple_value (2, float).
+``fit(metrics=...)`` and ``evaluate(metrics=...)`` compute them from all targets and predictions of
+a data set, outside the graph: F1 or AUC is not a mean over batches. In reading order:
+
+- :class:`Metrics` resolves what the caller gives, collects batches and returns the values;
+- :class:`Comparison` has targets and predictions in the forms that metrics read;
+- the built-in metrics, in numpy, with the definitions of scikit-learn.
 """
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import importlib.util
-import io
-import json
-import math
-import struct
-import time
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, suppress
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-from onnxtrain.errors import LabelError, SaveError, ShapeError
-from onnxtrain.graph.io.protobuf import bytes_field, double_field, float_field, varint_field
-from onnxtrain.graph.io.writer import as_save_error, bytes_writer, write_files
-from onnxtrain.runtime.feeds import feed
-from onnxtrain.training.data import Source, explain_label_error
-from onnxtrain.training.results import StepResult
+import numpy as np
+
+from onnxtrain.errors import OnnxTrainError, PrepareError, ShapeError, by_caller, expected_one_of
+from onnxtrain.losses.metrics import METRICS
+from onnxtrain.runtime.feeds import to_array
 
 if TYPE_CHECKING:
     from onnxtrain.training.trainer import Trainer
 
-
-@dataclasses.dataclass(frozen=True)
-class Evaluation:
-    """Loss and metrics of a data set; ``float(evaluation)`` is the loss."""
-
-    loss: float
-    metrics: dict[str, float]
-    samples: int
-
-    def __float__(self) -> float:
-        return self.loss
-
-    def to_dict(self) -> dict[str, float]:
-        """Return loss and metrics by name."""
-        return {"loss": self.loss, **self.metrics}
+MetricsLike = str | Callable[..., Any] | Sequence[Any] | Mapping[str, Any]
+"""Names, functions of targets and predictions, or objects with ``update`` and ``compute``."""
 
 
-class Mean:
-    """Means of loss and metrics, weighted by samples; perplexities are averaged as logarithms."""
-
-    def __init__(self) -> None:
-        self.samples = 0
-        self._sums: dict[str, float] = {}
-
-    def add(self, result: StepResult, samples: int) -> None:
-        """Add a batch."""
-        self.samples += samples
-        for name, value in {"loss": result.loss, **result.metrics}.items():
-            self._sums[name] = self._sums.get(name, 0.0) + samples * _to_log_perplexity(name, value)
-
-    def values(self) -> dict[str, float]:
-        """Return the means by name."""
-        return {n: _from_log_perplexity(n, s / self.samples) for n, s in self._sums.items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sums, as JSON values."""
-        return {"samples": self.samples, "sums": dict(self._sums)}
-
-    @classmethod
-    def from_dict(cls, state: Mapping[str, Any]) -> Mean:
-        """Return the means of a :meth:`state_dict`."""
-        mean = cls()
-        mean.samples, mean._sums = int(state["samples"]), dict(state["sums"])
-        return mean
-
-
-def _to_log_perplexity(name: str, value: float) -> float:
-    return math.log(value) if name.startswith("perplexity") and value > 0 else value
-
-
-def _from_log_perplexity(name: str, value: float) -> float:
-    try:
-        return math.exp(value) if name.startswith("perplexity") else value
-    except OverflowError:
-        return math.inf
-
-
-def evaluate(trainer: Trainer, source: Source) -> Evaluation:
-    """Return loss and metrics over all batches, in evaluation mode."""
-    mean = Mean()
-    for batch in source.batches(0):
-        try:
-            result = trainer.evaluate_batch(**batch.arrays)
-        except LabelError as error:
-            feeds = feed(trainer.batch_specs, (), batch.arrays)
-            raise explain_label_error(trainer, error, feeds, batch) from error
-        mean.add(result, batch.size)
-    if not mean.samples:
-        raise ShapeError("the data has no batch to evaluate")
-    values = mean.values()
-    return Evaluation(values.pop("loss"), values, mean.samples)
-
-
-def _crc_table() -> list[int]:
-    table = []
-    for n in range(256):
-        for _ in range(8):
-            n = (n >> 1) ^ 0x82F63B78 if n & 1 else n >> 1
-        table.append(n)
-    return table
-
-
-_CRC_TABLE = _crc_table()
-
-
-def crc32c(data: bytes) -> int:
-    """Return the Castagnoli checksum.
-
-    >>> hex(crc32c(b"123456789"))
-    '0xe3069283'
-    """
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = _CRC_TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
-    return crc ^ 0xFFFFFFFF
-
-
-class EventFile:
-    """Appends scalars to a TensorBoard event file."""
-
-    def __init__(self, folder: Path, start: float | None = None) -> None:
-        start = time.time() if start is None else start
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = open(folder / f"events.out.tfevents.{start:.6f}.onnxtrain", "ab")  # noqa: SIM115
-        self._write(double_field(1, start) + bytes_field(3, b"brain.Event:2"))
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the scalars of one step."""
-        summary = b"".join(
-            bytes_field(1, bytes_field(1, tag.encode()) + float_field(2, value))
-            for tag, value in values.items()
-        )
-        self._write(double_field(1, time.time()) + varint_field(2, step) + bytes_field(5, summary))
-
-    def _write(self, event: bytes) -> None:
-        length = struct.pack("<Q", len(event))
-        self._file.write(length + _masked_crc(length) + event + _masked_crc(event))
-
-    def flush(self) -> None:
-        """Hand all records to the operating system."""
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def _masked_crc(data: bytes) -> bytes:
-    crc = crc32c(data)
-    return struct.pack("<I", (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
-
-
-Row = dict[str, Any]
-_CSV, _JSONL, _CURVE, _EVENTS = "metrics.csv", "metrics.jsonl", "loss.png", "events"
-
-
-class MetricsWriter:
-    """Appends rows of metrics to files.
+class Metrics:
+    """The metrics of a data set.
 
     Args:
-        folder: folder of the files.
-        columns: columns of the csv file; other values are in the jsonl file only.
-        resume_at: keep rows of an earlier run up to this step; ``None`` starts new files.
-        epochs: number of epochs completed at that step; later epoch rows are written again.
-        tensorboard: write event files; by default if TensorBoard is installed.
-
-    Raises:
-        SaveError: if a file cannot be written, here or in any method.
+        trainer: predicts.
+        given: a name, a function or an object, a list of these, or a dict of them by name.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        columns: Iterable[str],
-        *,
-        resume_at: int | None = None,
-        epochs: int = 0,
-        tensorboard: bool | None = None,
-    ) -> None:
-        with as_save_error(str(folder)):
-            folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.columns = folder, list(columns)
-        rows = [] if resume_at is None else self._earlier_rows(resume_at, epochs)
-        self.rows: list[Row] = rows
-        write_files(
-            str(folder),
-            {
-                str(folder / _JSONL): bytes_writer("".join(map(_json_line, rows)).encode()),
-                str(folder / _CSV): bytes_writer(self._csv(rows).encode()),
-            },
-        )
-        if tensorboard is None:
-            tensorboard = importlib.util.find_spec("tensorboard") is not None
-        with as_save_error(str(folder)):
-            self._jsonl = open(folder / _JSONL, "a", encoding="utf-8")  # noqa: SIM115
-            self._table = open(folder / _CSV, "a", encoding="utf-8", newline="")  # noqa: SIM115
-            self._events = EventFile(folder / _EVENTS) if tensorboard else None
+    def __init__(self, trainer: Trainer, given: MetricsLike) -> None:
+        self._trainer = trainer
+        self._objects: dict[str, Any] = {}
+        self._functions: dict[str, Callable[[Comparison], Any]] = {}
+        for name, metric in _by_name(given).items():
+            if name in trainer.metric_names and name == metric:
+                continue  # the graph reports it
+            if name in ("loss", *trainer.metric_names):
+                raise OnnxTrainError(
+                    f"the graph already reports {name!r}\nhint: metrics={{'my_{name}': ...}}"
+                )
+            if _is_object(metric):
+                self._objects[name] = metric
+            elif isinstance(metric, str):
+                self._functions[name] = _built_in(metric)
+            else:
+                self._functions[name] = functools.partial(_call, metric)
+        self._targets: dict[str, list[np.ndarray]] = {}
+        self._outputs: dict[str, list[np.ndarray]] = {}
 
-    def __enter__(self) -> Self:
-        return self
+    @property
+    def names(self) -> list[str]:
+        """Names of the metrics; one that returns a dict adds its keys to its own name."""
+        return [*self._functions, *self._objects]
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
+    def reset(self) -> None:
+        """Forget all batches."""
+        self._targets, self._outputs = {}, {}
+        for metric in self._objects.values():
+            if hasattr(metric, "reset"):
+                metric.reset()
+
+    def add(self, feeds: Mapping[str, np.ndarray]) -> None:
+        """Predict a batch, and keep what the metrics read of it."""
+        if not self.names:
             return
-        # The error that ended the run matters more: on a full disk, closing fails as well.
-        with suppress(SaveError):
-            self.close()
+        outputs = self._trainer.predict(feeds)
+        targets = {s.name: feeds[s.name] for s in self._trainer.batch_specs if s.role == "target"}
+        for name, metric in self._objects.items():
+            batch = self._comparison(targets, outputs)
+            with _explained(name, batch):
+                _update(metric, batch)
+        if not self._functions:
+            return
+        for kept, arrays in ((self._targets, targets), (self._outputs, outputs)):
+            for name, array in arrays.items():
+                kept.setdefault(name, []).append(array)
 
-    def _earlier_rows(self, step: int, epochs: int) -> list[Row]:
-        path = self.folder / _JSONL
-        if not path.exists():
-            return []
-        rows = []
-        with as_save_error(str(path)):
-            text = path.read_text(encoding="utf-8", errors="replace")
-        for line in text.splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue  # a killed run can leave half a line
-            if not isinstance(row, dict) or int(row.get("step", 0)) > step:
-                continue
-            if row.get("kind") != "epoch" or int(row.get("epoch", 0)) <= epochs:
-                rows.append(row)
-        return rows
+    def values(self) -> dict[str, Any]:
+        """Return the metrics by name: numbers, and lists for arrays."""
+        values: dict[str, Any] = {}
+        if self._functions:
+            whole = self._comparison(_joined(self._targets), _joined(self._outputs))
+            for name, function in self._functions.items():
+                with _explained(name, whole):
+                    values |= _plain(name, function(whole))
+        for name, metric in self._objects.items():
+            values |= _plain(name, metric.compute())
+        return values
 
-    def _csv(self, rows: Iterable[Row]) -> str:
-        out = io.StringIO()
-        table = csv.writer(out, lineterminator="\n")
-        table.writerow(self.columns)
-        table.writerows([row.get(c, "") for c in self.columns] for row in rows)
-        return out.getvalue()
+    def _comparison(
+        self, targets: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]
+    ) -> Comparison:
+        """Return the target and the output that the loss compares; dicts if there are several."""
+        if len(targets) == 1:
+            ((name, target),) = targets.items()
+            pair = self._trainer.manifest.options.get("predictions", {}).get(name, {})
+            output = pair.get("output")
+            if output in outputs:
+                activation, applied = pair["activation"], pair["applied"]
+                return Comparison(target, outputs[output], activation, applied=applied)
+            if len(outputs) == 1:
+                return Comparison(target, next(iter(outputs.values())))
+        return Comparison(targets, outputs)
 
-    def add(self, row: Row) -> None:
-        """Append a row."""
-        self.rows.append(row)
-        with as_save_error(str(self.folder / _JSONL)):
-            self._jsonl.write(_json_line(row))
-        with as_save_error(str(self.folder / _CSV)):
-            csv.writer(self._table, lineterminator="\n").writerow(
-                [row.get(c, "") for c in self.columns]
+
+@contextmanager
+def _explained(name: str, comparison: Comparison) -> Iterator[None]:
+    """Name the metric in errors, and say what it got."""
+    try:
+        yield
+    except OnnxTrainError as error:
+        raise type(error)(f"metric {name!r}: {error}") from error
+    except Exception as error:
+        problem = f"{type(error).__name__}: {str(error).strip()}"
+        raise OnnxTrainError(f"metric {name!r} failed: {problem}\n{comparison.hint()}") from error
+
+
+def _by_name(given: MetricsLike) -> dict[str, Any]:
+    """Return metrics by name; a function has its own."""
+    if isinstance(given, Mapping):
+        named = [(str(name), metric) for name, metric in given.items()]
+    else:
+        items = given if isinstance(given, list | tuple) else [given]
+        named = [(_name_of(metric), metric) for metric in items]
+    metrics = dict(named)
+    for name, metric in named:
+        if not isinstance(metric, str) and not _is_object(metric) and not callable(metric):
+            raise OnnxTrainError(
+                f"metric {name!r} is a {type(metric).__name__}\n"
+                "hint: pass a name, a function of targets and predictions, or an object with "
+                "update and compute"
             )
-        if self._events is not None:
-            tags = {f"{row['kind']}/{n}": v for n, v in row.items() if isinstance(v, float)}
-            with as_save_error(str(self.folder / _EVENTS)):
-                self._events.scalars(int(row["step"]), tags)
-
-    def flush(self) -> None:
-        """Hand all rows to the operating system, which writes them even if this process dies."""
-        for name, file in self._files():
-            with as_save_error(str(self.folder / name)):
-                file.flush()
-
-    def close(self) -> None:
-        """Close the files and plot the loss."""
-        with ExitStack() as stack:  # closes all files, even if one raises
-            for name, file in reversed(self._files()):
-                stack.enter_context(as_save_error(str(self.folder / name)))
-                stack.callback(file.close)
-        plot_losses(self.rows, self.folder / _CURVE)
-
-    def _files(self) -> list[tuple[str, IO[str] | EventFile]]:
-        events = [] if self._events is None else [(_EVENTS, self._events)]
-        return [(_JSONL, self._jsonl), (_CSV, self._table), *events]
+    if len(metrics) < len(named):
+        raise OnnxTrainError("two metrics have the same name\nhint: metrics={'name': function}")
+    return metrics
 
 
-def _json_line(row: Mapping[str, Any]) -> str:
-    return json.dumps({n: _json_value(v) for n, v in row.items()}, sort_keys=True) + "\n"
+def _name_of(metric: Any) -> str:
+    if isinstance(metric, str):
+        return metric
+    inner = metric.func if isinstance(metric, functools.partial) else metric
+    return getattr(inner, "__name__", type(inner).__name__)
 
 
-def _json_value(value: Any) -> Any:
-    """Return a JSON value; infinity and NaN become text."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+def _is_object(metric: Any) -> bool:
+    """Return whether a metric is updated batch by batch, as those of torchmetrics are."""
+    return hasattr(metric, "update") and hasattr(metric, "compute")
 
 
-def plot_losses(rows: Iterable[Row], path: Path) -> bool:
-    """Plot training and validation loss over steps; return ``False`` without matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return False
-    # Not pyplot, whose figures are global state of the program.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def _update(metric: Any, comparison: Comparison) -> None:
+    predictions, targets = comparison.predictions, comparison.targets
+    if any(base.__module__.startswith("torchmetrics.") for base in type(metric).__mro__):
+        predictions, targets = _tensors(predictions), _tensors(targets)
+    metric.update(predictions, targets)
 
-    rows = list(rows)
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    lines = (("step", "loss", "training", 0.8), ("epoch", "val_loss", "validation", 1.6))
-    for kind, column, label, width in lines:
-        points = [(r["step"], r[column]) for r in rows if r["kind"] == kind and column in r]
-        points = [(x, y) for x, y in points if isinstance(y, float) and y > 0]
-        if points:
-            axes.plot(*zip(*points, strict=True), linewidth=width, label=label)
-            axes.set_yscale("log")
-    axes.set(xlabel="step", ylabel="loss")
-    axes.grid(alpha=0.3)
-    if axes.has_data():
-        axes.legend()
-    image = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(image)
-    write_files(str(path), {str(path): bytes_writer(image.getvalue())})
-    return True
+
+def _tensors(arrays: Any) -> Any:
+    """Return arrays as torch tensors, for torchmetrics."""
+    import torch
+
+    if isinstance(arrays, Mapping):
+        return {n: torch.from_numpy(np.array(a)) for n, a in arrays.items()}
+    return torch.from_numpy(np.array(arrays))
+
+
+def _joined(batches: Mapping[str, Sequence[np.ndarray]]) -> dict[str, np.ndarray]:
+    joined = {}
+    for name, parts in batches.items():
+        shapes = {str(list(p.shape[1:])) for p in parts}
+        if len(shapes) > 1:
+            raise ShapeError(
+                f"metrics read a whole data set, and batches of {name!r} have rows of different "
+                f"shapes: {', '.join(sorted(shapes))}\n"
+                "hint: pad them to one length, or pass an object with update and compute"
+            )
+        joined[name] = np.concatenate(parts)
+    return joined
+
+
+def _plain(name: str, result: Any) -> dict[str, Any]:
+    """Return the result of a metric as numbers and lists by name."""
+    if isinstance(result, Mapping):
+        parts = [_plain(f"{name}_{key}", value) for key, value in result.items()]
+        return {n: v for part in parts for n, v in part.items()}
+    array = to_array(result)
+    if array.dtype.kind not in "fiub":
+        raise OnnxTrainError(
+            f"it returned {type(result).__name__}\n"
+            "hint: return a number, an array, or a dict of these"
+        )
+    return {name: float(array.item()) if array.size == 1 else array.tolist()}
+
+
+# sklearn.metrics names its second argument after what it must be.
+_PROBABILITIES = ("y_score", "y_proba", "y_prob")
+_LOG_LOSSES = ("log_loss", "d2_log_loss_score")  # their y_pred has probabilities
+
+
+def _call(metric: Callable[..., Any], comparison: Comparison) -> Any:
+    """Return ``metric(targets, predictions)``.
+
+    Functions of scikit-learn get what its classifiers return: class labels as ``y_pred``,
+    probabilities as ``y_score``. Functions of torchmetrics take predictions first.
+    """
+    inner = metric.func if isinstance(metric, functools.partial) else metric
+    library = str(getattr(inner, "__module__", "")).partition(".")[0]
+    targets, predictions = comparison.targets, comparison.predictions
+    if library == "torchmetrics":
+        return metric(_tensors(predictions), _tensors(targets))
+    if library != "sklearn" or isinstance(targets, Mapping):
+        return metric(targets, predictions)
+    if not comparison.classifies:
+        return metric(_flat_column(targets), _flat_column(predictions))
+    second = [*inspect.signature(inner).parameters, "", ""][1]
+    if second in _PROBABILITIES or _name_of(metric) in _LOG_LOSSES:
+        p = comparison.probabilities
+        return metric(comparison.labels, p[:, 1] if comparison.binary and p.ndim == 2 else p)
+    return metric(comparison.labels, comparison.classes)
+
+
+def _flat_column(array: np.ndarray) -> np.ndarray:
+    return array[..., 0] if array.ndim > 1 and array.shape[-1] == 1 else array
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Targets and predictions of a data set, or of a batch.
+
+    Labels, classes and probabilities have a row per label that is not ignored: ``[rows]`` and
+    ``[rows, classes]``. For several labels per row, all are ``[rows, labels]``.
+    """
+
+    targets: Any
+    """An array; a dict of arrays by name if there are several targets."""
+    predictions: Any
+    """The output that the loss reads; a dict of all outputs if there are several targets."""
+    activation: str = ""
+    """What makes probabilities of the predictions: softmax, sigmoid or exp."""
+    applied: bool = False
+    """Whether the predictions are probabilities already."""
+
+    @property
+    def single(self) -> tuple[np.ndarray, np.ndarray]:
+        """The target and the prediction, if there is one of each."""
+        if isinstance(self.targets, Mapping) or isinstance(self.predictions, Mapping):
+            raise PrepareError(
+                f"found several targets or outputs: {', '.join([*self.targets, *self.predictions])}"
+                "\nhint: pass a function of dicts: metrics={'f1': lambda targets, predictions: ...}"
+            )
+        return self.targets, self.predictions
+
+    @property
+    def _indexed(self) -> bool:
+        """Whether targets are class indices."""
+        targets, predictions = self.single
+        return targets.dtype.kind in "iu" and predictions.ndim == targets.ndim + 1
+
+    @property
+    def classifies(self) -> bool:
+        """Whether predictions are scores of classes."""
+        return self._indexed or bool(self.activation)
+
+    @property
+    def binary(self) -> bool:
+        """Whether there are two classes, of which 1 is the positive one."""
+        p = self._scores[1]
+        return p.ndim == 1 or (self._exclusive and p.shape[1] == 2)
+
+    @property
+    def _exclusive(self) -> bool:
+        """Whether a row has one class."""
+        return self._indexed or self.activation in ("softmax", "exp")
+
+    @functools.cached_property
+    def _scores(self) -> tuple[np.ndarray, np.ndarray]:
+        """Labels and scores."""
+        targets, scores = self.single
+        scores = scores.astype(np.float64)
+        if self._indexed:
+            axis = 1 if targets.shape[1:] == scores.shape[2:] else -1
+            scores = np.moveaxis(scores, axis, -1).reshape(-1, scores.shape[axis])
+            labels = targets.reshape(-1)
+            known = (labels >= 0) & (labels < scores.shape[1])  # others are ignored
+            return labels[known], scores[known]
+        if not self.activation or targets.shape != scores.shape:
+            raise PrepareError(
+                "the loss compares values, not classes\nhint: metrics of values are 'mae' and 'r2'"
+            )
+        if self._exclusive:
+            return targets.argmax(1).reshape(-1), np.moveaxis(scores, 1, -1).reshape(
+                -1, scores.shape[1]
+            )
+        labels = (targets > 0.5).astype(np.int64).reshape(len(targets), -1)
+        scores = scores.reshape(len(scores), -1)
+        return (labels[:, 0], scores[:, 0]) if labels.shape[1] == 1 else (labels, scores)
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Class indices, or 0 and 1 for several labels per row."""
+        return self._scores[0]
+
+    @functools.cached_property
+    def classes(self) -> np.ndarray:
+        """Predicted labels."""
+        scores = self._scores[1]
+        if self._exclusive:
+            return scores.argmax(1)
+        return (scores > (0.5 if self.applied else 0.0)).astype(np.int64)
+
+    @functools.cached_property
+    def probabilities(self) -> np.ndarray:
+        """Probabilities of the classes or labels."""
+        scores = self._scores[1]
+        if self.applied:
+            return scores
+        if self.activation == "sigmoid":
+            return 0.5 * (1.0 + np.tanh(0.5 * scores))
+        if self.activation not in ("softmax", "exp"):
+            raise PrepareError("the loss defines no probabilities\nhint: 'accuracy' or 'f1'")
+        e = np.exp(scores - scores.max(1, keepdims=True))
+        return e / e.sum(1, keepdims=True)
+
+    @property
+    def indicators(self) -> tuple[np.ndarray, np.ndarray]:
+        """Labels as 0 and 1, and probabilities, with a column per class: the positive of two."""
+        labels, p = self.labels, self.probabilities
+        if p.ndim == 1:
+            return labels[:, None], p[:, None]
+        if self._exclusive:
+            labels = labels[:, None] == np.arange(p.shape[1])
+        return (labels[:, 1:], p[:, 1:]) if self.binary else (labels, p)
+
+    def hint(self) -> str:
+        """Return what functions get, as the hint of an error."""
+        if isinstance(self.targets, Mapping) or isinstance(self.predictions, Mapping):
+            names = [", ".join(a) for a in (self.targets, self.predictions)]
+            return f"hint: it gets dicts of targets ({names[0]}) and predictions ({names[1]})"
+        kinds = [f"{a.dtype}{list(a.shape)}" for a in (self.targets, self.predictions)]
+        text = f"hint: it gets targets {kinds[0]} and predictions {kinds[1]}"
+        if not self._indexed:
+            return text
+        return (
+            f"{text}; for classes: lambda targets, predictions: f(targets, predictions.argmax(1))"
+        )
+
+
+# -- built-in metrics ----------------------------------------------------------------------
+
+
+def _built_in(name: str) -> Callable[[Comparison], Any]:
+    number = re.fullmatch(r"top_(\d+)", name)
+    if number:
+        return functools.partial(_top_k, k=int(number[1]))
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    if name in METRICS:
+        raise OnnxTrainError(
+            f"{name!r} is a metric of the graph\nhint: "
+            + by_caller(f"build(..., metrics=[{name!r}])", f"onnxtrain build ... --metric {name}")
+        )
+    known = [*BUILT_IN, "top_3"]
+    raise OnnxTrainError(f"unknown metric: {name!r} {expected_one_of(name, known)}")
+
+
+def _accuracy(c: Comparison) -> float:
+    return float((c.labels == c.classes).mean())
+
+
+def _counts(c: Comparison) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return true positives, predictions and labels of each class: the positive one of two."""
+    labels, classes = c.labels, c.classes
+    if labels.ndim == 1:
+        present = np.array([1]) if c.binary else np.union1d(labels, classes)
+        labels, classes = (a[:, None] == present for a in (labels, classes))
+    return (labels & classes).sum(0), classes.sum(0), labels.sum(0)
+
+
+def _ratio(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the mean of ``a / b``, with 0 where ``b`` is 0."""
+    return float(np.divide(a, b, out=np.zeros(len(a)), where=b > 0).mean())
+
+
+def _precision(c: Comparison) -> float:
+    hits, predicted, _ = _counts(c)
+    return _ratio(hits, predicted)
+
+
+def _recall(c: Comparison) -> float:
+    hits, _, actual = _counts(c)
+    return _ratio(hits, actual)
+
+
+def _f1(c: Comparison) -> float:
+    hits, predicted, actual = _counts(c)
+    return _ratio(2 * hits, predicted + actual)
+
+
+def _auc(c: Comparison) -> float:
+    """Return the area under the ROC curve; NaN if no class has rows inside and outside of it."""
+    areas = []
+    for y, p in zip(*(a.T for a in c.indicators), strict=True):
+        positive, negative = int(y.sum()), int(len(y) - y.sum())
+        if positive and negative:
+            _, inverse, counts = np.unique(p, return_inverse=True, return_counts=True)
+            ranks = (counts.cumsum() - (counts - 1) / 2)[inverse]
+            wins = ranks[y.astype(bool)].sum() - positive * (positive + 1) / 2
+            areas.append(wins / (positive * negative))
+    return float(np.mean(areas)) if areas else float("nan")
+
+
+def _mean_average_precision(c: Comparison) -> float:
+    """Return the mean over classes of the area under precision and recall."""
+    means = []
+    for y, p in zip(*(a.T for a in c.indicators), strict=True):
+        if not y.any():
+            continue
+        order = np.argsort(-p, kind="stable")
+        last = np.flatnonzero(np.append(np.diff(p[order]) != 0, True))  # of rows of equal scores
+        hits = y[order].cumsum()[last]
+        recall = np.append(0, hits / y.sum())
+        means.append((np.diff(recall) * hits / (last + 1)).sum())
+    return float(np.mean(means)) if means else float("nan")
+
+
+def _top_k(c: Comparison, k: int) -> float:
+    labels, scores = c._scores
+    if scores.ndim == 1 or labels.ndim == 2:
+        raise PrepareError(f"top_{k} needs a score per class")
+    own = scores[np.arange(len(labels)), labels]
+    return float(((scores > own[:, None]).sum(1) < k).mean())
+
+
+def _confusion_matrix(c: Comparison) -> np.ndarray:
+    """Return the number of rows by label (rows) and prediction (columns)."""
+    if c.labels.ndim == 2:
+        raise PrepareError("confusion_matrix needs one label per row")
+    size = 2 if c.binary else c._scores[1].shape[1]
+    return np.bincount(c.labels * size + c.classes, minlength=size * size).reshape(size, size)
+
+
+def _values(c: Comparison) -> tuple[np.ndarray, np.ndarray]:
+    targets, predictions = (a.astype(np.float64) for a in c.single)
+    if targets.shape != predictions.shape:
+        raise PrepareError(
+            f"targets have shape {list(targets.shape)}, predictions {list(predictions.shape)}\n"
+            "hint: metrics of class labels are 'accuracy', 'f1' and 'auc'"
+        )
+    return targets.reshape(len(targets), -1), predictions.reshape(len(predictions), -1)
+
+
+def _mae(c: Comparison) -> float:
+    targets, predictions = _values(c)
+    return float(np.abs(targets - predictions).mean())
+
+
+def _r2(c: Comparison) -> float:
+    """Return the mean over columns; a constant column counts 1 if it is exact, else 0."""
+    targets, predictions = _values(c)
+    rest = ((targets - predictions) ** 2).sum(0)
+    total = ((targets - targets.mean(0)) ** 2).sum(0)
+    constant = np.where(rest == 0, 1.0, 0.0)
+    return float(np.where(total > 0, 1 - rest / np.where(total > 0, total, 1), constant).mean())
+
+
+BUILT_IN: dict[str, Callable[[Comparison], Any]] = {
+    "accuracy": _accuracy,
+    "precision": _precision,
+    "recall": _recall,
+    "f1": _f1,
+    "auc": _auc,
+    "map": _mean_average_precision,
+    "confusion_matrix": _confusion_matrix,
+    "mae": _mae,
+    "r2": _r2,
+}
+"""Built-in metrics by name, besides ``top_3`` for any number.
+
+Precision, recall, F1 and AUC are those of class 1 if there are two classes, else means over classes
+or labels (``average="macro"`` in scikit-learn).
+"""

@@ -15,6 +15,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
@@ -33,7 +34,7 @@ from onnxtrain.errors import (
     by_caller,
 )
 from onnxtrain.manifest import ModelSpec, TensorSpec
-from onnxtrain.optim.schedules import Schedule
+from onnxtrain.optim.schedules import ScheduleLike
 from onnxtrain.options import from_arguments
 from onnxtrain.runtime import session as runtime
 from onnxtrain.runtime.feeds import Feeder, feed, numpy_dtype, to_array
@@ -59,8 +60,9 @@ from onnxtrain.training.data import (
     with_targets,
 )
 from onnxtrain.training.engine import StepEngine, control_values, require_spec, resolve_layout
+from onnxtrain.training.evaluation import Evaluation, evaluate
 from onnxtrain.training.fit import FitOptions, History, Run, lock_directory
-from onnxtrain.training.metrics import Evaluation, evaluate
+from onnxtrain.training.metrics import Metrics, MetricsLike
 from onnxtrain.training.profiler import StepProfile, profile_steps
 from onnxtrain.training.progress import Display
 from onnxtrain.training.results import Outputs, Parameters, StepResult
@@ -147,6 +149,8 @@ class Trainer(SummaryRepr):
         self.lr = self.manifest.optimizer.get("lr")
         self.global_step = 0
         self.properties: dict[str, int | float | str] = {}
+        self.best_checkpoint: Path | None = None
+        """Checkpoint of the best epoch of the last ``fit`` with ``directory``."""
         self._accumulated = 0
         if artifacts.meta:
             self._set_progress(self._progress.read(artifacts.meta, self.manifest.checkpoint))
@@ -412,13 +416,21 @@ class Trainer(SummaryRepr):
         arrays = dict(zip(outputs.names, arrays, strict=True))
         return outputs.result(arrays, self.global_step, updated=False)
 
-    def evaluate(self, data: Any, y: Any = None, *, batch_size: int | None = None) -> Evaluation:
+    def evaluate(
+        self,
+        data: Any,
+        y: Any = None,
+        *,
+        batch_size: int | None = None,
+        metrics: MetricsLike = (),
+    ) -> Evaluation:
         """Return loss and metrics over all of ``data``, in evaluation mode.
 
         Args:
             data: as in :meth:`fit`.
             y: targets, if ``data`` has only the inputs.
             batch_size: for arrays; 256, or the fixed batch size of the model.
+            metrics: further metrics, as in :meth:`fit`.
         """
         fixed = self.fixed_batch
         source = as_source(
@@ -428,7 +440,7 @@ class Trainer(SummaryRepr):
             drop_last=fixed is not None,
             classes=self.classes,
         )
-        return evaluate(self, source)
+        return evaluate(self, source, Metrics(self, metrics))
 
     def fit(
         self,
@@ -439,7 +451,8 @@ class Trainer(SummaryRepr):
         batch_size: int | None = None,
         lr: float | None = None,
         validation: Any = None,
-        schedule: str | Schedule | Mapping[str, Any] | None = None,
+        metrics: MetricsLike = (),
+        schedule: ScheduleLike | None = None,
         warmup: float | None = None,
         callbacks: Sequence[Callback | Callable[[Run, Record], None]] = (),
         progress: bool | str | Display = True,
@@ -471,9 +484,15 @@ class Trainer(SummaryRepr):
             batch_size: for arrays; 32, or the fixed batch size of the model.
             lr: learning rate, which the schedule multiplies; the trainer's own by default.
             validation: data to evaluate on after each epoch.
-            schedule: learning rate schedule: a name such as ``"cosine"``, or an object of
-                :mod:`onnxtrain.optim.schedules`. A resumed run keeps its schedule unless one is
-                given, and stretches it to the new number of steps.
+            metrics: metrics of the validation data, besides those of ``build``: names
+                (``["f1", "auc"]``), functions ``f(targets, predictions)`` of arrays as in
+                scikit-learn, or objects of torchmetrics; a dict names them. Records have them as
+                ``val_f1``. Predictions are those of the model's output; functions of scikit-learn
+                get class labels or probabilities.
+            schedule: learning rate schedule: a name such as ``"cosine"``, an object of
+                :mod:`onnxtrain.optim.schedules`, or a function from the step, counted from 1, to
+                the learning rate. A resumed run keeps its schedule unless one is given, and
+                stretches it to the new number of steps; a function must be given again.
             warmup: warm-up steps, or a fraction of all steps if below 1.
             callbacks: :class:`Callback` objects, or functions of the run and each epoch's record.
             progress: ``True`` for a bar in a terminal and lines elsewhere, ``"bar"``, ``"plain"``
@@ -483,6 +502,7 @@ class Trainer(SummaryRepr):
             checkpoint_every: steps between checkpoints, besides the one after each epoch.
             keep: number of recent checkpoints to keep, 3; the best one is kept as well.
             monitor: value that decides which epoch is best; ``val_loss``, else ``loss``.
+                ``"max:val_iou"`` says that larger values are better where the name does not.
             patience: stop after this many epochs without an improvement.
             shuffle: whether to shuffle arrays in each epoch; ``True`` by default.
             drop_last: drop the last batch of an epoch if it is smaller.
@@ -683,6 +703,7 @@ class Trainer(SummaryRepr):
         self,
         path: str | os.PathLike[str],
         *,
+        best: bool = False,
         ema: bool = False,
         fold: bool = False,
         opset: int | None = None,
@@ -691,9 +712,19 @@ class Trainer(SummaryRepr):
 
         Args:
             path: of the file.
+            best: write the weights of the best epoch of the last ``fit`` with ``directory``.
             ema: write the moving average of the weights.
             fold: fold constants, such as a normalization into the convolution before it; names of
                 weights may change.
             opset: opset version of the file; the model's own by default.
         """
-        inference.export(self, path, ema=ema, fold=fold, opset=opset)
+        read = self.view
+        if best:
+            if self.best_checkpoint is None or not self.best_checkpoint.exists():
+                raise OnnxTrainError(
+                    "no run of this trainer has saved its best epoch\n"
+                    "hint: fit(..., directory='runs/first') saves it; for an earlier run, "
+                    "trainer.load('runs/first/checkpoints/best.safetensors') before export"
+                )
+            read = self.read(self.best_checkpoint).arrays.__getitem__
+        inference.export(self, path, read, ema=ema, fold=fold, opset=opset)
