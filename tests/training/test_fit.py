@@ -127,7 +127,7 @@ def test_short_batches_are_kept_or_dropped() -> None:
         ((1, 2, 3), "got 3 tensors, the model takes x, y"),
         ({"train": {"x": 1}, "test": {"x": 2}}, r"has splits: 'train', .*\n.*fit\(data\['train'\]"),
         (
-            torch.utils.data.StackDataset(torch.zeros(3)),
+            torch.utils.data.StackDataset(torch.zeros(3)),  # pyright: ignore[reportArgumentType]
             "single rows, not batches\nhint: .*DataLoad",
         ),
         (7, "data of type int is not supported"),
