@@ -1,5 +1,6 @@
 import { ArtifactError } from "./errors.js";
 import { type Manifest, parseManifest } from "./manifest.js";
+import { nodeModule, readRegular } from "./node-files.js";
 import { inNode } from "./runtime.js";
 import { Sha256, sha256 } from "./sha256.js";
 import { type FileData, cachedFile, type LoadProgress, digestMismatch } from "./weights-file.js";
@@ -169,6 +170,10 @@ function fromFolder(source: string | URL, signal?: AbortSignal): Source {
       throw missing(name, `${url.href}: ${(error as Error).message}`);
     }
     if (!response.ok) throw missing(name, `${url.href}: HTTP ${response.status}`);
+    // Development servers answer unknown paths with the page of the app.
+    if (response.headers.get("Content-Type")?.startsWith("text/html")) {
+      throw missing(name, `${url.href} is a web page; the server has no such file`, "; Vite serves the files in public/");
+    }
     return response;
   };
   return { open, read: async (name) => new Uint8Array(await (await open(name)).arrayBuffer()) };
@@ -176,21 +181,17 @@ function fromFolder(source: string | URL, signal?: AbortSignal): Source {
 
 function fromDisk(folder: string): Source {
   const read = async (name: string): Promise<Uint8Array> => {
-    const fs = await import(/* @vite-ignore */ nodeModule("fs/promises")) as typeof import("node:fs/promises");
     const path = await import(/* @vite-ignore */ nodeModule("path")) as typeof import("node:path");
     const url = await import(/* @vite-ignore */ nodeModule("url")) as typeof import("node:url");
     const base = folder.startsWith("file:") ? url.fileURLToPath(folder) : folder;
     try {
-      return new Uint8Array(await fs.readFile(path.join(base, name)));
+      return await readRegular(path.join(base, name), base);
     } catch (error) {
-      throw missing(name, `${(error as Error).message}`);
+      throw missing(name, (error as Error).message);
     }
   };
   return { read };
 }
 
-/** Returns the specifier of a Node built-in in a form that web bundlers do not try to resolve. */
-export const nodeModule = (name: string): string => `node:${name}`;
-
-const missing = (name: string, why: string): ArtifactError =>
-  new ArtifactError(`${name}: cannot be read: ${why}\nhint: pass the directory that contains manifest.json as \`artifacts\``);
+const missing = (name: string, why: string, more = ""): ArtifactError =>
+  new ArtifactError(`${name}: cannot be read: ${why}\nhint: pass the directory that contains manifest.json as \`artifacts\`${more}`);

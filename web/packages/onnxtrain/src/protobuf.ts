@@ -86,12 +86,14 @@ interface Field {
   readonly number: number;
   /** Payload of a length-delimited field; empty for numbers. */
   readonly content: Uint8Array;
+  /** The value of an integer; 0 for other fields. Exact below 2^53. */
+  readonly value: number;
   /** The bytes of the field, including its key. */
   readonly whole: Uint8Array;
 }
 
 /** Iterates over the fields of a protobuf message. */
-function* fields(data: Uint8Array): Generator<Field> {
+export function* fields(data: Uint8Array): Generator<Field> {
   let at = 0;
   const next = (): number => {
     for (let value = 0, scale = 1; ; scale *= 128) {
@@ -106,14 +108,17 @@ function* fields(data: Uint8Array): Generator<Field> {
     const key = next();
     const kind = key % 8;
     let from = at;
+    let value = 0;
     if (kind === 2) {
       const size = next();
       from = at;
       at += size;
-    } else if (kind === 0) next();
-    else at += kind === 1 ? 8 : 4;
+    } else if (kind === 0) value = next();
+    else if (kind === 1 || kind === 5) at += kind === 1 ? 8 : 4;
+    else throw new ArtifactError("not an ONNX model: no protobuf field");
+    if (at > data.length) throw new ArtifactError("the model is damaged: truncated protobuf field");
     const content = kind === 2 ? data.subarray(from, at) : data.subarray(0, 0);
-    yield { number: Math.floor(key / 8), content, whole: data.subarray(start, at) };
+    yield { number: Math.floor(key / 8), content, value, whole: data.subarray(start, at) };
   }
 }
 

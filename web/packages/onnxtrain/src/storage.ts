@@ -1,5 +1,5 @@
-import { nodeModule } from "./artifacts.js";
 import { CheckpointError } from "./errors.js";
+import { nodeModule, readRegular } from "./node-files.js";
 import { inNode } from "./runtime.js";
 
 /** Storage for `save` and `load`. Writes are atomic. */
@@ -53,7 +53,7 @@ export function fileStore(): CheckpointStore {
     },
     async read(name) {
       try {
-        return new Uint8Array(await (await fs()).readFile(name));
+        return await readRegular(name);
       } catch (error) {
         throw readError(name, (error as Error).message);
       }

@@ -6,7 +6,8 @@ import type { HostTensor, TypedArray } from "./dtypes.js";
 import { type Control, type Engine, finiteLoss, type Tensors, valuesOf } from "./engine.js";
 import { CheckpointError, DisposedError, type NonFiniteError, OnnxTrainError, ShapeError } from "./errors.js";
 import { type Batch, feed, fit, type TensorLike } from "./feeds.js";
-import { findModel, type Manifest, type ModelRole, type ModelSpec, ofRole, weightNamed, type WeightSpec, withoutHashes } from "./manifest.js";
+import { findModel, type Manifest, type ModelRole, type ModelSpec, ofRole, type TensorSpec, weightNamed, type WeightSpec, withoutHashes } from "./manifest.js";
+import { classesIn, readModel } from "./onnx-model.js";
 import { type Device, type RuntimeOptions, TARGETS } from "./runtime.js";
 import type { Schedule } from "./schedules.js";
 import { type CheckpointStore, defaultStore } from "./storage.js";
@@ -70,6 +71,7 @@ export class Trainer {
   /** User values that are stored in checkpoints. */
   properties: Record<string, number | string> = {};
   learningRate: number;
+  readonly #artifacts: Artifacts;
   readonly #engine: Engine;
   readonly #store: CheckpointStore;
   readonly #manifestText: string;
@@ -85,6 +87,7 @@ export class Trainer {
 
   private constructor(artifacts: Artifacts, engine: Engine, fused: boolean, options: TrainerOptions, meta: Meta) {
     this.manifest = artifacts.manifest;
+    this.#artifacts = artifacts;
     this.#manifestText = withoutHashes(artifacts.text);
     this.#engine = engine;
     this.#fused = fused;
@@ -196,13 +199,29 @@ export class Trainer {
     try {
       return await work();
     } catch (error) {
-      const known = (error as Error).name === "RuntimeError" && classLabels(this.manifest, this.#model(role));
-      if (!known) throw error;
-      const { labels: { name }, labels, classes } = known;
-      // Report the row in the dataset if there is one: rows of a shuffled batch mean nothing to the caller.
-      const given = data && isColumns(data) ? [feed([labels], { [name]: data[name]! })] : feeds;
-      throw given.map((f) => labelError(name, classes, f.get(name)!)).find((e) => e !== undefined) ?? error;
+      if ((error as Error).name !== "RuntimeError") throw error;
+      for (const { labels: { name }, labels, classes } of await this.#labels(role)) {
+        // Report the row in the dataset if there is one: rows of a shuffled batch mean nothing to the caller.
+        const given = data && isColumns(data) ? [feed([labels], { [name]: data[name]! })] : feeds;
+        const found = given.map((f) => labelError(name, classes, f.get(name)!)).find((e) => e !== undefined);
+        if (found) throw found;
+      }
+      throw error;
     }
+  }
+
+  /** Returns all targets with class labels; the graph of the loss says how many classes they have. */
+  async #labels(role: ModelRole): Promise<{ labels: TensorSpec; classes: number }[]> {
+    const spec = this.#model(role);
+    const one = classLabels(this.manifest, spec);
+    if (one) return [one];
+    const { file } = this.#model("eval");
+    const graph = readModel(await this.#artifacts.file(file));
+    this.#artifacts.forget(file);
+    return ofRole(spec.inputs, "target").flatMap((labels) => {
+      const classes = labels.dtype.includes("int") ? classesIn(graph, labels.name) : undefined;
+      return classes === undefined ? [] : [{ labels, classes }];
+    });
   }
 
   async *#feeds(data: Dataset, order: BatchOptions): AsyncGenerator<Tensors> {

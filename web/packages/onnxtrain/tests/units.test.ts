@@ -5,6 +5,7 @@ import { decode, encode } from "../src/dtypes.js";
 import { feed, fit } from "../src/feeds.js";
 import { byCodePoint, compact, entries, float, join, quote, write } from "../src/json-text.js";
 import { constant, cosine, linear, stepwise, warmup } from "../src/schedules.js";
+import { type ModelValue, readModel } from "../src/onnx-model.js";
 import { plainSha256 } from "../src/sha256.js";
 import { ROOT, runPython } from "./support.js";
 
@@ -23,6 +24,27 @@ test("floats and strings are serialized as in Python", () => {
   const strings = ["a\"b\\", "grüße", "\u007f", "\u2028", "😀", "\n\t\u0001"];
   const quoted = JSON.parse(runPython(`import json; print(json.dumps([json.dumps(s) for s in json.loads(${JSON.stringify(JSON.stringify(strings))})]))`)) as string[];
   expect(strings.map(quote)).toEqual(quoted);
+});
+
+test("readModel reads what a file declares, as onnx does", () => {
+  const path = `${ROOT}/web/site/shipped/models/backbone.onnx`;
+  const wanted = JSON.parse(runPython(`
+import json, onnx, sys
+m = onnx.load(sys.argv[1], load_external_data=False); g = m.graph
+dims = lambda v: [d.dim_value or d.dim_param for d in v.type.tensor_type.shape.dim]
+print(json.dumps({"inputs": [[v.name, dims(v)] for v in g.input], "outputs": [[v.name, dims(v)] for v in g.output],
+  "weights": [[w.name, list(w.dims)] for w in g.initializer], "nodes": [[n.op_type, n.domain, list(n.input), list(n.output)] for n in g.node],
+  "opset": m.opset_import[0].version, "producer": m.producer_name}))`, path)) as Record<string, unknown>;
+  const model = readModel(readFileSync(path));
+  const pairs = (values: readonly ModelValue[]) => values.map((v) => [v.name, v.shape]);
+  expect({
+    inputs: pairs(model.inputs), outputs: pairs(model.outputs), weights: pairs(model.weights),
+    nodes: model.nodes.map((n) => [n.type, n.domain, n.inputs, n.outputs]), opset: model.opset, producer: model.producer,
+  }).toEqual(wanted);
+  expect(new Set(model.weights.map((w) => w.dtype))).toEqual(new Set(["float32", "int64"]));
+  for (const damaged of [new Uint8Array(), readFileSync(path).subarray(0, 3000), new TextEncoder().encode("<!doctype html><p>no</p>")]) {
+    expect(() => readModel(damaged)).toThrow(/^not an ONNX model|^the model is damaged/);
+  }
 });
 
 test("JSON text survives splitting and joining", () => {

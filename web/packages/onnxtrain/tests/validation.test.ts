@@ -5,7 +5,7 @@ import { expect, test } from "vitest";
 import { NonFiniteError, ShapeError, Trainer, type Progress } from "../src/index.js";
 import { classLabels } from "../src/validation.js";
 import { findModel } from "../src/manifest.js";
-import { fixture, runPython } from "./support.js";
+import { fixture, FIXTURES, runPython } from "./support.js";
 
 const open = async (name = "mlp-wasm", device: "node" | "wasm" = "node") =>
   await Trainer.create({ artifacts: (await fixture(name)).folder, device, threads: 1 });
@@ -46,6 +46,17 @@ test.each(["node", "wasm"] as const)("reports the row of a label that is out of 
   await expect(trainer.step(data)).rejects.toThrow(/^'labels' must be .*, got -3 at row 700$/);
   data.labels[700] = -100;
   expect((await trainer.step(data)).loss).toBeGreaterThan(0);
+  await trainer.dispose();
+});
+
+test("with a list of losses, the error names the label, its number of classes and its row", async () => {
+  const trainer = await Trainer.create({ artifacts: `${FIXTURES}/three-losses-wasm`, device: "node", threads: 1 });
+  const data = { x: new Float32Array(40).fill(0.1), kinds: [0, 3, 1, 2], prices: [1, 2, 3, 4], colors: [0, 1, 2, 0] };
+  expect((await trainer.step(data)).updated).toBe(true);
+  await expect(trainer.step({ ...data, kinds: [0, 3, 4, 2] })).rejects.toThrow(/^'kinds' must be class indices in \[0, 4\), got 4 at row 2$/);
+  await expect(trainer.step({ ...data, colors: [0, 3, 2, 0] })).rejects.toThrow(/^'colors' must be class indices in \[0, 3\), got 3 at row 1$/);
+  const bad = { ...data, colors: Int32Array.of(0, 1, 2, -1) };
+  await expect(collect(trainer.fit(bad, { batchSize: 2 }))).rejects.toThrow(/^'colors' must be class indices in \[0, 3\), got -1 at row 3$/);
   await trainer.dispose();
 });
 

@@ -1,6 +1,6 @@
 /** Storage for the key, id and unfinished work of a node, so that it survives a reload. */
 import { exportKey, importKey } from "./connection.js";
-import { nodeModule } from "../artifacts.js";
+import { nodeModule, readRegular } from "../node-files.js";
 
 export interface NodeStore {
   /** Returns a stored value, or `undefined`. */
@@ -62,8 +62,8 @@ export function fileNodeStore(folder: string): NodeStore {
   return {
     text: true,
     async get(name) {
-      const { fs, v8 } = await modules();
-      const data = await fs.readFile(path(name)).catch((error: NodeJS.ErrnoException) => {
+      const { v8 } = await modules();
+      const data = await readRegular(path(name)).catch((error: NodeJS.ErrnoException) => {
         if (error.code === "ENOENT") return undefined;
         throw error;
       });
