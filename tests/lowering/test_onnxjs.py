@@ -1,9 +1,14 @@
 """Run the zoo in onnxjs 0.1.8 in Node at batch 1; `make test` installs onnxjs."""
 
 import numpy as np
+import onnx
+import onnx.helper as oh
+import onnx.numpy_helper as onh
+import onnx_ir as ir
 import pytest
 
 from onnxtrain.lowering.lower import lower
+from onnxtrain.lowering.profile import find, unsupported_nodes
 from tests.zoo.models import ZOO
 
 from . import onnxjs_zoo
@@ -61,3 +66,48 @@ def test_conv_of_a_batch_is_lowered_to_one_conv_per_image(tmp_path):
     assert onnxjs_zoo._outcome(wrong, expected).status == "wrong"
     assert onnxjs_zoo._outcome(right, expected).status == "right"
     np.testing.assert_array_equal(np.shape(expected[0]), right["outputs"][0]["dims"])
+
+
+def normalized_by_base_operators() -> onnx.ModelProto:
+    """Return a net as torch 1.0 exported it: opset 9, shapes in Constant nodes."""
+    rng = np.random.default_rng(3)
+
+    def constant(name: str, values: np.ndarray | list[int]) -> onnx.NodeProto:
+        return oh.make_node("Constant", [], [name], value=onh.from_array(np.asarray(values)))
+
+    weights = {
+        "w1": rng.normal(size=(4, 3, 3, 3)),
+        "scale": rng.normal(size=4),
+        "w2": rng.normal(size=(2, 4, 3, 3)),
+    }
+    nodes = [
+        oh.make_node("Pad", ["x"], ["p"], mode="reflect", pads=[0, 0, 1, 1, 0, 0, 1, 1]),
+        oh.make_node("Conv", ["p", "w1"], ["h"], kernel_shape=[3, 3]),
+        constant("rows", [1, 4, 1, -1]),
+        oh.make_node("Reshape", ["h", "rows"], ["r"]),
+        oh.make_node("ReduceMean", ["r"], ["mean"], axes=[3], keepdims=1),
+        oh.make_node("Sub", ["h", "mean"], ["centered"]),
+        constant("column", [-1, 4, 1, 1]),
+        oh.make_node("Reshape", ["scale", "column"], ["factor"]),
+        oh.make_node("Mul", ["centered", "factor"], ["n"]),
+        oh.make_node("Conv", ["n", "w2"], ["y"], kernel_shape=[3, 3]),
+    ]
+    arrays = {n: a.astype(np.float32) for n, a in weights.items()}
+    inputs = {"x": (1, 3, 6, 6), **{n: a.shape for n, a in arrays.items()}}
+    graph = oh.make_graph(
+        nodes,
+        "net",
+        [oh.make_tensor_value_info(n, onnx.TensorProto.FLOAT, s) for n, s in inputs.items()],
+        [oh.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1, 2, 4, 4])],
+        [onh.from_array(a, n) for n, a in arrays.items()],
+    )
+    return oh.make_model(graph, opset_imports=[oh.make_opsetid("", 9)], ir_version=3)
+
+
+def test_check_accepts_what_onnxjs_runs_at_opset_9(tmp_path):
+    model = normalized_by_base_operators()
+    feeds = {"x": np.random.default_rng(1).normal(size=(1, 3, 6, 6)).astype(np.float32)}
+    job = onnxjs_zoo._job(tmp_path / "net.onnx", model, [onnxjs_zoo._tensor(feeds["x"])])
+    (answer,) = onnxjs_zoo._run([job], tmp_path / "jobs.json")
+    assert onnxjs_zoo._outcome(answer, run(model, feeds)).status == "right"
+    assert unsupported_nodes(ir.from_proto(model), find(onnxjs_zoo.PROFILE)) == []

@@ -284,6 +284,20 @@ _MAX_ELEMENTS = 64  # longer vectors are not shapes
 _Elements = tuple[Dim, ...] | None
 
 
+def _constant_elements(node: ir.Node, a: Attributes) -> _Elements:
+    """Read a Constant node; the importer makes initializers of them, a file as it is has nodes."""
+    if "value" in node.attributes:
+        tensor = node.attributes["value"].as_tensor()
+        if tensor.size > _MAX_ELEMENTS or tensor.dtype not in (
+            ir.DataType.INT32,
+            ir.DataType.INT64,
+        ):
+            return None
+        return tuple(int(n) for n in tensor.numpy().reshape(-1))
+    ints = a.get("value_ints", a.get("value_int"))
+    return (ints,) if isinstance(ints, int) else None if ints is None else tuple(ints)
+
+
 def _shape_elements(node: ir.Node, a: Attributes) -> _Elements:
     dims = dims_in(node)
     return None if dims is None else dims[slice(a.get("start") or 0, a.get("end"))]
@@ -423,6 +437,7 @@ def _where_elements(node: ir.Node, a: Attributes) -> _Elements:
 ELEMENT_FORMULAS: dict[str, Formula] = {
     "Add": _arithmetic_elements(D.add),
     "Concat": _concat_elements,
+    "Constant": _constant_elements,
     "ConstantOfShape": _constant_of_shape_elements,
     "Div": _arithmetic_elements(_truncated_div),
     "Gather": _gather_elements,
