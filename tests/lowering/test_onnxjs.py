@@ -2,10 +2,10 @@
 
 import numpy as np
 import onnx
-import onnx.helper as oh
-import onnx.numpy_helper as onh
 import onnx_ir as ir
 import pytest
+from onnx import helper as oh
+from onnx import numpy_helper as onh
 
 from onnxtrain.lowering.lower import lower
 from onnxtrain.lowering.profile import find, unsupported_nodes
