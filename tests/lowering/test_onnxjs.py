@@ -1,11 +1,9 @@
 """Run the zoo in onnxjs 0.1.8 in Node at batch 1; `make test` installs onnxjs."""
 
 import numpy as np
-import onnx
+import onnx.parser
 import onnx_ir as ir
 import pytest
-from onnx import helper as oh
-from onnx import numpy_helper as onh
 
 from onnxtrain.lowering.lower import lower
 from onnxtrain.lowering.profile import find, unsupported_nodes
@@ -72,36 +70,28 @@ def normalized_by_base_operators() -> onnx.ModelProto:
     """Return a net as torch 1.0 exported it: opset 9, shapes in Constant nodes."""
     rng = np.random.default_rng(3)
 
-    def constant(name: str, values: np.ndarray | list[int]) -> onnx.NodeProto:
-        return oh.make_node("Constant", [], [name], value=onh.from_array(np.asarray(values)))
+    def weight(name: str, *shape: int) -> str:
+        numbers = ", ".join(f"{v:.4f}" for v in rng.normal(size=shape).ravel())
+        return f"float[{','.join(map(str, shape))}] {name} = {{{numbers}}}"
 
-    weights = {
-        "w1": rng.normal(size=(4, 3, 3, 3)),
-        "scale": rng.normal(size=4),
-        "w2": rng.normal(size=(2, 4, 3, 3)),
-    }
-    nodes = [
-        oh.make_node("Pad", ["x"], ["p"], mode="reflect", pads=[0, 0, 1, 1, 0, 0, 1, 1]),
-        oh.make_node("Conv", ["p", "w1"], ["h"], kernel_shape=[3, 3]),
-        constant("rows", [1, 4, 1, -1]),
-        oh.make_node("Reshape", ["h", "rows"], ["r"]),
-        oh.make_node("ReduceMean", ["r"], ["mean"], axes=[3], keepdims=1),
-        oh.make_node("Sub", ["h", "mean"], ["centered"]),
-        constant("column", [-1, 4, 1, 1]),
-        oh.make_node("Reshape", ["scale", "column"], ["factor"]),
-        oh.make_node("Mul", ["centered", "factor"], ["n"]),
-        oh.make_node("Conv", ["n", "w2"], ["y"], kernel_shape=[3, 3]),
-    ]
-    arrays = {n: a.astype(np.float32) for n, a in weights.items()}
-    inputs = {"x": (1, 3, 6, 6), **{n: a.shape for n, a in arrays.items()}}
-    graph = oh.make_graph(
-        nodes,
-        "net",
-        [oh.make_tensor_value_info(n, onnx.TensorProto.FLOAT, s) for n, s in inputs.items()],
-        [oh.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1, 2, 4, 4])],
-        [onh.from_array(a, n) for n, a in arrays.items()],
+    weights = [weight("w1", 4, 3, 3, 3), weight("scale", 4), weight("w2", 2, 4, 3, 3)]
+    return onnx.parser.parse_model(
+        f"""
+        <ir_version: 3, opset_import: ["" : 9]>
+        net (float[1,3,6,6] x, {", ".join(w.split(" =")[0] for w in weights)})
+            => (float[1,2,4,4] y) <{", ".join(weights)}> {{
+            p = Pad <mode = "reflect", pads = [0, 0, 1, 1, 0, 0, 1, 1]> (x)
+            h = Conv <kernel_shape = [3, 3]> (p, w1)
+            rows = Constant <value = int64[4] {{1, 4, 1, -1}}> ()
+            r = Reshape (h, rows)
+            mean = ReduceMean <axes = [3], keepdims = 1> (r)
+            centered = Sub (h, mean)
+            column = Constant <value = int64[4] {{-1, 4, 1, 1}}> ()
+            factor = Reshape (scale, column)
+            n = Mul (centered, factor)
+            y = Conv <kernel_shape = [3, 3]> (n, w2)
+        }}"""
     )
-    return oh.make_model(graph, opset_imports=[oh.make_opsetid("", 9)], ir_version=3)
 
 
 def test_check_accepts_what_onnxjs_runs_at_opset_9(tmp_path):
