@@ -34,6 +34,7 @@ from onnxtrain.artifacts.graphs import (
     model_key,
     plain_name,
 )
+from onnxtrain.artifacts.training_info import Content, read_training_info, to_proto
 from onnxtrain.checkpoint import from_file, read_metadata, state_key, to_bytes
 from onnxtrain.errors import CheckpointError, LoadError, SaveError, argument, by_caller
 from onnxtrain.graph.io import external_data
@@ -51,6 +52,7 @@ from onnxtrain.graph.io.writer import (
     all_tensors,
     bytes_writer,
     remove_leftovers,
+    save,
     write_files,
 )
 from onnxtrain.manifest import Location, Manifest, ModelSpec, WeightSpec
@@ -156,6 +158,44 @@ class Artifacts(SummaryRepr):
         if self.directory is not None and self.directory.resolve() == folder.resolve():
             self.manifest = manifest  # the prefix, and with it file names, may differ
         return manifest
+
+    def to_training_info(self, path: str | os.PathLike[str]) -> None:
+        """Write one ONNX file: the inference model, with training as the standard describes it.
+
+        ``training_info[0]`` of the file is a training step, ``training_info[1]`` the evaluation.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            SaveError: the artifacts accumulate gradients, or are too large for one file.
+        """
+        models = self.models or self._read_models(with_weights=True)
+        content = Content(self.manifest, models, self.values, self.state, self.meta)
+        save(to_proto(content), path)
+
+    @classmethod
+    def from_training_info(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        loss: str | None = None,
+        initialize: bool = False,
+    ) -> Artifacts:
+        """Return artifacts that train as the ``training_info`` of an ONNX file describes.
+
+        Args:
+            path: of the file, from :meth:`to_training_info` or another program.
+            loss: name of the loss; by default the ``y`` of the first Gradient node, else the only
+                scalar output of the algorithm.
+            initialize: run the initialization graphs; by default training starts from the values
+                in the file.
+
+        Raises:
+            PrepareError: the training info is not valid, or has several training steps.
+        """
+        content = read_training_info(os.fspath(path), loss=loss, initialize=initialize)
+        return cls(content.manifest, content.models, content.values, content.state, content.meta)
 
     def checkpoint_bytes(self, manifest: Manifest | None = None) -> bytes:
         """Return the content of the checkpoint file."""
