@@ -56,7 +56,8 @@ class Executor:
 
     def step(self, feeds: Feeds, loss: str = "loss") -> float:
         wanted = [loss, *self.bindings.values()]
-        result, *new = self.session.run(wanted, {**feeds, **self.variables})
+        results = self.session.run(wanted, {**feeds, **self.variables})
+        result, *new = (np.asarray(r) for r in results)
         self.variables = dict(zip(self.bindings, new, strict=True))
         return float(result)
 
@@ -117,7 +118,8 @@ def test_everything_that_a_step_reads(tmp_path: Path) -> None:
         np.testing.assert_array_equal(ours.outputs["y"], theirs.outputs["y"])
     first, second = (t.evaluate(batch, batch_size=8) for t in trainers)
     assert first == second
-    np.testing.assert_array_equal(*(t.view("norm.running_mean") for t in trainers))
+    mean, other = (t.view("norm.running_mean") for t in trainers)
+    np.testing.assert_array_equal(mean, other)
 
 
 def test_trained_artifacts_continue(tmp_path: Path) -> None:
@@ -311,7 +313,7 @@ def test_foreign_training_info_trains(tmp_path: Path) -> None:
     trainer.export(tmp_path / "trained.onnx")
     session = ort.InferenceSession(tmp_path / "trained.onnx")
     (y,) = session.run(None, {"x": batch["x"]})
-    np.testing.assert_allclose(y, trainer.predict(batch["x"])["y"], rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(y), trainer.predict(batch["x"])["y"], rtol=1e-5)
 
 
 def test_rate_of_a_foreign_file_can_change(tmp_path: Path) -> None:
