@@ -45,7 +45,7 @@ from onnxtrain.adapters.layers import (
 )
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph.builder import OpBuilder, names_in, replace_value
-from onnxtrain.graph.nodes import STOP_GRADIENT, is_op
+from onnxtrain.graph.nodes import is_op
 from onnxtrain.importer.parameters import PARAMETERS
 
 
@@ -185,7 +185,7 @@ def _magnitude_factor(op: OpBuilder, layer: BaseLayer, part: AdapterSlice) -> ir
     square = op.ReduceSum(op.Mul(b, op.MatMul(gram, b)), [0], keepdims=0)
     s = part.scaling
     norm = op.Sqrt(op.Add(w_squared, op.Add(op.Mul(cross, 2 * s), op.Mul(square, s * s))))
-    return op.Div(magnitude, _stop_gradient(op, norm))
+    return op.Div(magnitude, op.stop_gradient(norm))
 
 
 def _lora_a_and_projection(
@@ -217,15 +217,6 @@ def _apply_base_layer(
     y = op.append(copy)
     if y.type is None:
         y.type = ir.TensorType(layer.dtype)
-    return y
-
-
-def _stop_gradient(op: OpBuilder, x: ir.Value) -> ir.Value:
-    """Return the value as a constant of the backward pass, as ``detach`` in torch."""
-    y = op.Identity(x)
-    node = y.producer()
-    assert node is not None
-    node.name = op.names.fresh(f"{y.name}.{STOP_GRADIENT}")
     return y
 
 

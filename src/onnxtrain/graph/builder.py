@@ -30,7 +30,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph.nodes import is_op, subgraphs_of
+from onnxtrain.graph.nodes import STOP_GRADIENT, is_op, subgraphs_of
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
 from onnxtrain.targets import Target, find
@@ -244,6 +244,14 @@ class ShapeOps:
             return self.Sign(x)
         zero, one, minus = (self.const(v, x.dtype) for v in (0.0, 1.0, -1.0))
         return self.Where(self.Greater(x, zero), one, self.Where(self.Less(x, zero), minus, zero))
+
+    def stop_gradient(self, x: ir.Value) -> ir.Value:
+        """Return the value as a constant of the backward pass, as ``detach`` in torch."""
+        y = self.Identity(x)
+        node = y.producer()
+        assert node is not None
+        node.name = self.names.fresh(f"{y.name}.{STOP_GRADIENT}")
+        return y
 
     def zeros_like(self, x: ir.Value) -> ir.Value:
         """Return zeros of the shape and dtype of ``x``."""

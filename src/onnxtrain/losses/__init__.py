@@ -14,6 +14,7 @@ from onnxtrain.losses.classification import (
 from onnxtrain.losses.ctc import CTC
 from onnxtrain.losses.loss import LOSSES, Loss, TargetSpec
 from onnxtrain.losses.metrics import MAE, METRICS, Accuracy, Metric, Perplexity, TopK
+from onnxtrain.losses.preference import DPO, IPO, KTO, ORPO
 from onnxtrain.losses.regression import (
     L1,
     MSE,
@@ -29,12 +30,16 @@ from onnxtrain.losses.regression import (
 __all__ = [
     "BCE",
     "CTC",
+    "DPO",
+    "IPO",
+    "KTO",
     "L1",
     "LOSSES",
     "MAE",
     "METRICS",
     "MSE",
     "NLL",
+    "ORPO",
     "Accuracy",
     "Attached",
     "BCEWithLogits",

@@ -314,6 +314,14 @@ def _loop(
 _LAYOUT = "[batch, sequence, vocabulary]"
 
 
+def next_labels(op: OpBuilder, labels: ir.Value, ignored: int) -> ir.Value:
+    """Return for each position the label of the next one; the last position is ignored."""
+    last = op.full([op.size(labels, 0), 1], ignored, labels.dtype or INT64)
+    following = op.Concat(op.Slice(labels, [1], [2**31 - 1], [1]), last, axis=1)
+    S.set_dims(following, S.dims_of(labels))
+    return following
+
+
 @LOSSES.named("causal_lm")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CausalLM(Loss):
@@ -361,26 +369,19 @@ class CausalLM(Loss):
         """Emit the loss."""
         (labels,) = targets
         check_rank(self, prediction, [3], _LAYOUT)
-        next_labels = self._next_labels(op, labels)
+        following = next_labels(op, labels, self.ignore_index)
         emit = select_variant(op, self._rows(prediction), CAUSAL_VARIANTS, CAUSAL_CHOICES)
         packed = find_packed_head(find_head(prediction)) if self.rows is None else None
         if packed is not None and emit is CausalLM._by_rows:
-            labels = in_range_labels(op, next_labels, self.ignore_index)
+            labels = in_range_labels(op, following, self.ignore_index)
             total = chunked_cross_entropy(op, packed, labels, self.ignore_index)
         else:
-            total = emit(self, op, prediction, next_labels)
+            total = emit(self, op, prediction, following)
         if self.reduction == "sum":
             return total
-        counted = op.Where(op.Equal(next_labels, self.ignore_index), 0.0, 1.0)
+        counted = op.Where(op.Equal(following, self.ignore_index), 0.0, 1.0)
         count = op.ReduceSum(counted, keepdims=0)
         return op.Div(total, op.cast(op.Where(op.Less(count, 1.0), 1.0, count), total.dtype))
-
-    def _next_labels(self, op: OpBuilder, labels: ir.Value) -> ir.Value:
-        """Return for each position the label of the next one; the last position is ignored."""
-        last = op.full([op.size(labels, 0), 1], self.ignore_index, labels.dtype or INT64)
-        next_labels = op.Concat(op.Slice(labels, [1], [2**31 - 1], [1]), last, axis=1)
-        S.set_dims(next_labels, S.dims_of(labels))
-        return next_labels
 
     def _rows(self, prediction: ir.Value) -> int:
         """Return the number of positions per chunk; 0 means no chunks."""
