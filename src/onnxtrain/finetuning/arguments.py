@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from onnxtrain.errors import PrepareError
+from onnxtrain.errors import PrepareError, argument
 from onnxtrain.options import Flag, option, unchanged
 
 
@@ -28,6 +28,26 @@ class FineTuneOptions:
         Flag(
             str,
             "Kind of model: causal_lm, classification, embeddings or vision. Default: detected.",
+        ),
+        unchanged,
+    )
+    method: str = option(
+        "sft",
+        Flag(str, "Training method of language models: sft, dpo, ipo, orpo or kto."),
+        unchanged,
+    )
+    beta: float | None = option(
+        None,
+        Flag(
+            float, "Weight of the reference in dpo, ipo and kto, of the odds in orpo. Default: 0.1."
+        ),
+        unchanged,
+    )
+    cache_reference: bool = option(
+        False,
+        Flag(
+            bool,
+            "Compute the reference of dpo, ipo and kto once before training, not in each step.",
         ),
         unchanged,
     )
@@ -134,6 +154,15 @@ class FineTuneOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PrepareError(f"{name} must be at least 1, got {value}")
+        if self.method not in _METHODS:
+            raise PrepareError(
+                f"unknown method: {self.method!r} (expected one of {', '.join(_METHODS)})"
+            )
+        if self.method == "sft" and (self.beta is not None or self.cache_reference):
+            raise PrepareError(
+                "beta and cache_reference are options of preference tuning\n"
+                f"hint: {argument('method', 'dpo')}"
+            )
         if self.train is not None and self.lora_rank:
             raise PrepareError(
                 "train cannot be used with adapters, which freeze the weights\n"
@@ -144,6 +173,8 @@ class FineTuneOptions:
 
     def completed(self, kind: str) -> FineTuneOptions:
         """Return the options with the defaults of a kind of model."""
+        if self.method != "sft" and kind != "causal_lm":
+            raise PrepareError(f"method {self.method!r} trains language models, not {kind}")
         rank = self.lora_rank
         if rank is None:
             rank = 8 if kind == "causal_lm" and self.train is None else 0
@@ -164,6 +195,7 @@ class FineTuneOptions:
         )
 
 
+_METHODS = ("sft", "dpo", "ipo", "orpo", "kto")
 _TARGET_PRESETS = ("attention", "all-linear")
 
 __all__ = ["FineTuneOptions"]

@@ -22,6 +22,7 @@ from onnxtrain.artifacts import Artifacts
 from onnxtrain.artifacts.build import build
 from onnxtrain.errors import OnnxTrainError, SaveError, by_caller
 from onnxtrain.finetuning.arguments import FineTuneOptions
+from onnxtrain.finetuning.preference import PreferenceTask
 from onnxtrain.finetuning.tasks import (
     CausalTask,
     ClassificationTask,
@@ -265,6 +266,9 @@ def finetune(
     output: str | os.PathLike[str],
     *,
     kind: str | None = None,
+    method: str = "sft",
+    beta: float | None = None,
+    cache_reference: bool = False,
     validation: Any = None,
     tokenizer: Any = None,
     lora_rank: int | None = None,
@@ -307,6 +311,12 @@ def finetune(
         output: the output folder: ``peft/``, ``adapter.onnx_adapter``, ``merged/``, ``run/``.
         kind: ``"causal_lm"``, ``"classification"``, ``"embeddings"`` or ``"vision"``. Default:
             detected from the files.
+        method: ``"sft"`` trains language models on texts or answers; ``"dpo"``, ``"ipo"`` and
+            ``"orpo"`` on records with ``prompt``, ``chosen`` and ``rejected``; ``"kto"`` on records
+            with ``prompt``, ``completion`` and ``label``.
+        beta: weight of the reference in dpo, ipo and kto, and of the odds in orpo. Default: 0.1.
+        cache_reference: compute the log-probabilities of the reference of dpo, ipo and kto once
+            before training. Default: with adapters, each step computes them without the adapters.
         validation: a validation file, or a fraction of the data. Default: 0.05.
         tokenizer: the folder of the tokenizer. Default: the folder of the model.
         lora_rank: rank of the LoRA adapters; 0 trains the weights themselves. Default: 8 for
@@ -355,7 +365,8 @@ class FineTuneRun:
     def __init__(self, model: str | os.PathLike[str], data: Any, options: FineTuneOptions) -> None:
         self.folder: ModelFolder = inspect_model(model, options.kind)
         self.options = options.completed(self.folder.kind)
-        self.task: Task = _TASK_CLASSES[self.folder.kind](self.folder, self.options, data)
+        task = PreferenceTask if self.options.method != "sft" else _TASK_CLASSES[self.folder.kind]
+        self.task: Task = task(self.folder, self.options, data)
         self._settings = {
             **recorded_options(self.options),
             "model": os.path.abspath(self.folder.path),

@@ -168,10 +168,12 @@ class CausalTask(Task):
             check_vocabulary(examples, self.folder.vocab_size)
             return examples
         records = self.read(data)
-        if records.format not in ("messages", "completion", "text"):
+        if records.format not in ("messages", "completion", "unpaired", "text"):
+            method = argument("method", "dpo")
+            other = f", or {method} for pairs" if records.format == "preference" else ""
             raise PrepareError(
                 f"causal_lm does not support records with {', '.join(records.fields)}\n"
-                "hint: use messages, prompt and completion, or text"
+                f"hint: use messages, prompt and completion, or text{other}"
             )
         assert self.tokenizer is not None
         if records.format == "messages" and not self.tokenizer.has_template:
@@ -338,8 +340,8 @@ def head_weights(model: ir.Model) -> tuple[str, ...]:
 _MAX_CHARACTERS = 60  # of a field in a preview
 
 
-class _EncoderTask(Task):
-    """Train an encoder on groups of texts: one text with a label, or a pair or triplet."""
+class GroupTask(Task):
+    """Train on groups of texts: one text with a label, a pair or triplet, or two answers."""
 
     formats: tuple[str, ...] = ()
 
@@ -378,7 +380,7 @@ class _EncoderTask(Task):
     def _encoded(self, records: Records) -> list[list[Example]]:
         groups, truncated, length = [], 0, self.max_length
         for record in records.records:
-            group = [self._example(text, record) for text in self._texts(record)]
+            group = self._group(record)
             truncated += any(len(e) > length for e in group)
             groups.append([Example(e.ids[:length], e.labels[:length], e.line) for e in group])
         if truncated:
@@ -386,6 +388,10 @@ class _EncoderTask(Task):
         flat = Examples(tuple(e for group in groups for e in group))
         check_vocabulary(flat, self.folder.vocab_size, self.tokenizer)
         return groups
+
+    def _group(self, record: Record) -> list[Example]:
+        """Return the rows of a record."""
+        return [self._example(text, record) for text in self._texts(record)]
 
     def _example(self, text: str, record: Record) -> Example:
         assert self.tokenizer is not None
@@ -444,7 +450,7 @@ def _index_example(i: int) -> Example:
     return Example(np.empty(0, np.int64), np.empty(0, np.int64), i)
 
 
-class ClassificationTask(_EncoderTask):
+class ClassificationTask(GroupTask):
     """Train an encoder to classify texts."""
 
     formats = ("label",)
@@ -498,7 +504,7 @@ def _check_classes(classes: Sequence[str]) -> None:
 _KINDS_OF_RECORDS = (("classification", ("label",)), ("embeddings", ("pair", "triplet")))
 
 
-class EmbeddingTask(_EncoderTask):
+class EmbeddingTask(GroupTask):
     """Train an encoder on pairs of texts: similar texts get similar embeddings."""
 
     formats = ("pair", "triplet")

@@ -36,6 +36,8 @@ from onnxtrain.training.data_files import DELIMITERS, read_csv, read_text
 
 RECORD_FORMATS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
+    "preference": ("chosen", "rejected"),
+    "unpaired": ("prompt", "completion", "label"),
     "completion": ("prompt", "completion"),
     "triplet": ("anchor", "positive", "negative"),
     "pair": ("anchor", "positive"),
@@ -221,7 +223,10 @@ def _record(row: Any, line: int) -> Record | _InvalidRow:
     fields = {**{_FIELD_ALIASES[k]: v for k, v in fields.items() if k in _FIELD_ALIASES}, **fields}
     for format, names in RECORD_FORMATS.items():
         if all(fields.get(name) not in (None, "") for name in names):
-            return _validated_record(format, {name: fields[name] for name in names}, line)
+            chosen = {name: fields[name] for name in names}
+            if format == "preference" and fields.get("prompt"):
+                chosen["prompt"] = fields["prompt"]
+            return _validated_record(format, chosen, line)
     return _InvalidRow(f"has {', '.join(map(str, row)) or 'no fields'}")
 
 
@@ -234,6 +239,10 @@ def _validated_record(format: str, fields: dict[str, Any], line: int) -> Record 
             if isinstance(messages, _InvalidRow)
             else Record(format, {"messages": messages}, line)
         )
+    if format in ("preference", "unpaired") and not all(map(_is_text, _texts(fields))):
+        return _answers_as_messages(format, fields, line)
+    if format == "preference" and "prompt" not in fields:
+        return _InvalidRow("has no 'prompt'")
     texts = [n for n in fields if n != "label"]
     wrong = [n for n in texts if not _is_text(fields[n]) or not fields[n].strip()]
     if wrong:
@@ -242,6 +251,34 @@ def _validated_record(format: str, fields: dict[str, Any], line: int) -> Record 
     if not (_is_text(label) or (isinstance(label, int | float) and math.isfinite(label))):
         return _InvalidRow("'label' is not a text or a number")
     return Record(format, fields, line)
+
+
+def _texts(fields: Mapping[str, Any]) -> list[Any]:
+    return [v for n, v in fields.items() if n != "label"]
+
+
+def _answers_as_messages(format: str, fields: dict[str, Any], line: int) -> Record | _InvalidRow:
+    """Return a record whose answers are whole conversations, with the prompt of both as messages.
+
+    Without a prompt, what both conversations begin with is the prompt.
+    """
+    if any(isinstance(v, str) or not isinstance(v, Sequence) for v in _texts(fields)):
+        return _InvalidRow(f"{', '.join(fields)} are neither all texts nor all lists of messages")
+    prompt = list(fields.get("prompt", ()))
+    answers = {}
+    for name in ("chosen", "rejected", "completion"):
+        if name in fields:
+            messages = _parse_messages([*prompt, *fields[name]])
+            if isinstance(messages, _InvalidRow):
+                return _InvalidRow(f"{name!r}: {messages.reason}")
+            answers[name] = messages
+    shared = len(prompt)
+    if not shared:
+        pairs = enumerate(zip(*answers.values(), strict=False))
+        shared = next((i for i, (a, b) in pairs if a != b), 0)
+    first = next(iter(answers.values()))
+    rest = {n: v for n, v in fields.items() if n == "label"}
+    return Record(format, {"prompt": first[:shared], **answers, **rest}, line)
 
 
 def _is_text(value: Any) -> bool:
@@ -393,11 +430,14 @@ def _completion_example(record: Record, tokenizer: Tokenizer) -> Example:
     return Example(np.array(ids, np.int64), np.array(labels, np.int64), record.line)
 
 
-def _chat_example(record: Record, tokenizer: Tokenizer) -> Example:
-    """Tokenize a conversation; only assistant turns count in the loss, with their end token."""
+def _chat_example(record: Record, tokenizer: Tokenizer, first: int = 0) -> Example:
+    """Tokenize a conversation; only assistant turns count in the loss, with their end token.
+
+    Turns before message ``first`` do not count.
+    """
     messages = record.fields["messages"]
     text = tokenizer.chat(messages)
-    spans = _assistant_spans(messages, text, tokenizer)
+    spans = _assistant_spans(messages, text, tokenizer, first)
     tokens = tokenizer.encode(text, special=not tokenizer.has_template)
     labels = [
         token if any(a < end and start < b and end > start for a, b in spans) else IGNORE_INDEX
@@ -411,16 +451,16 @@ def _chat_example(record: Record, tokenizer: Tokenizer) -> Example:
 
 
 def _assistant_spans(
-    messages: Sequence[dict[str, str]], text: str, tokenizer: Tokenizer
+    messages: Sequence[dict[str, str]], text: str, tokenizer: Tokenizer, first: int = 0
 ) -> list[tuple[int, int]]:
-    """Return the character spans of the assistant turns.
+    """Return the character spans of the assistant turns from message ``first`` on.
 
     A span is what the rendered text gains with the message, without the header of the turn. Some
     templates render earlier turns differently: there the content itself is searched for.
     """
     spans, at = list[tuple[int, int]](), 0
     for i, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or i < first:
             continue
         before, after = "", ""
         try:
@@ -439,6 +479,26 @@ def _assistant_spans(
     return spans
 
 
+def answer_example(
+    prompt: str | Sequence[dict[str, str]],
+    answer: str | Sequence[dict[str, str]],
+    line: int,
+    tokenizer: Tokenizer,
+) -> Example:
+    """Return a prompt with one answer; only the answer counts in the loss.
+
+    Args:
+        prompt: a text, or messages.
+        answer: a text, or the messages of prompt and answer.
+        line: the line of the record.
+        tokenizer: the tokenizer of the model.
+    """
+    if isinstance(answer, str):
+        fields = {"prompt": prompt, "completion": answer}
+        return _completion_example(Record("completion", fields, line), tokenizer)
+    return _chat_example(Record("messages", {"messages": answer}, line), tokenizer, len(prompt))
+
+
 def _append_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     """Append the end-of-sequence token, if there is one and it is not there yet."""
     end = tokenizer.id_of("eos_token")
@@ -448,6 +508,7 @@ def _append_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
 _EXAMPLE_BUILDERS = {
     "text": _text_example,
     "completion": _completion_example,
+    "unpaired": _completion_example,
     "messages": _chat_example,
 }
 

@@ -153,13 +153,13 @@ def make_decoder(
     # A sliding-window cache has a fixed length and drops old tokens; CachedDecoder grows its cache.
     sliding = any("sliding_window_cache" in node.attributes for node in loaded.graph)
     if any(is_past(n) for n in inputs) and not sliding:
-        return CachedDecoder(_session(path, loaded, threads), head_size)
-    session = _session(None, without_cache(CheckedModel(loaded)), threads)
+        return CachedDecoder(model_session(path, loaded, threads), head_size)
+    session = model_session(None, without_cache(CheckedModel(loaded)), threads)
     names = [x.name for x in session.get_inputs()]
     return UncachedDecoder(lambda feeds: runtime.run(session, ["logits"], feeds)[0], names)
 
 
-def _session(path: Path | None, model: ir.Model, threads: int | None) -> Any:
+def model_session(path: Path | None, model: ir.Model, threads: int | None) -> Any:
     """Return a session for a file, or for a model in memory."""
     if path is not None:
         return runtime.create(str(path), threads=threads, as_shipped=True)
