@@ -20,7 +20,13 @@ from tests.text.models import Writer, encoder, genai_folder, llama
 from tests.text.words import write_lines, write_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "fine-tuning.md"
-SECTIONS = ("Language models", "Encoders: classes of texts", "Embeddings", "Vision")
+SECTIONS = (
+    "Language models",
+    "Preferences",
+    "Encoders: classes of texts",
+    "Embeddings",
+    "Vision",
+)
 
 
 def blocks(section: str) -> list[str]:
@@ -70,6 +76,8 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     onnx.save(vision(), tmp_path / "vision.onnx")
     write_images(tmp_path / "images")
     write_lines(tmp_path / "chat.jsonl", *CHAT)
+    answers = {"prompt": "what does the cat say?", "chosen": "meow", "rejected": "woof"}
+    write_lines(tmp_path / "answers.jsonl", *[answers] * 4)
     rows = [f"{row['text']},{row['label']}" for row in LABELLED]
     (tmp_path / "labels.csv").write_text("\n".join(["text,label", *rows]))
     pairs = [{"anchor": f"the {a}", "positive": f"a {a} says"} for a in ("cat", "dog", "mouse")]
@@ -88,6 +96,7 @@ def test_examples_run_as_written(
         exec(compile(block, str(PAGE), "exec"), {})
     written = {
         "Language models": ["out/merged/model.onnx", "out/peft/adapter_model.safetensors"],
+        "Preferences": ["preferred-2/merged/model.onnx"],
         "Encoders: classes of texts": ["classifier/merged/model.onnx", "classifier/labels.json"],
         "Embeddings": ["embedder/merged/model.onnx"],
         "Vision": [
@@ -102,11 +111,11 @@ def test_examples_run_as_written(
         assert float(after.split()[0]) < float(before.split()[-1])
 
 
-@pytest.mark.parametrize(("number", "folder"), [(0, "out"), (1, "classifier")])
+@pytest.mark.parametrize(("number", "folder"), [(0, "out"), (1, "preferred"), (2, "classifier")])
 def test_commands_run_as_written(
     number: int, folder: str, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert len(commands()) == 2
+    assert len(commands()) == 3
     source = str(Path(__file__).parents[2] / "src")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]))
     run_page.run(commands()[number], {}, files)
