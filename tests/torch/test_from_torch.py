@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import onnxtrain
+from onnxtrain.runtime import session as runtime
 from onnxtrain.torch import from_torch, last_report
 from onnxtrain.torch.exporters import ExportError
 
@@ -67,10 +68,11 @@ def test_batch_norm_is_put_into_training_mode(batch_norm) -> None:
     for name, buffer in module.named_buffers():
         assert torch.equal(buffer, before[name])
     for name in ("norm.running_mean", "norm.running_var"):
-        stored = model.graph.initializers[name].const_value.numpy()
-        np.testing.assert_array_equal(stored, before[name].numpy())
+        value = model.graph.initializers[name].const_value
+        stored = None if value is None else value.numpy()
+        np.testing.assert_array_equal(np.asarray(stored), before[name].numpy())
     assert [x.name for x in model.graph.inputs] == ["image"]
-    assert str(model.graph.inputs[0].shape[0]) == "batch"
+    assert next(str(d) for d in model.graph.inputs[0].shape or ()) == "batch"
 
 
 def test_evaluation_mode(batch_norm) -> None:
@@ -80,7 +82,7 @@ def test_evaluation_mode(batch_norm) -> None:
     assert "Dropout" not in kinds
     mode = kinds["BatchNormalization"].attributes.get("training_mode")
     assert mode is None or mode.as_int() == 0
-    assert list(model.graph.inputs[0].shape) == [3, 1, 8, 8]
+    assert list(model.graph.inputs[0].shape or ()) == [3, 1, 8, 8]
     assert model.graph.inputs[0].name == "pixels"
 
 
@@ -146,3 +148,87 @@ class Buffered(nn.Module):
 def test_buffers_and_literals_are_not_parameters() -> None:
     model = from_torch(Buffered(), torch.ones(2, 3))
     assert list(onnxtrain.parameters(model)) == ["fc.weight", "fc.bias"]
+
+
+class LanguageModel(nn.Module):
+    """A loss over ``time * batch`` labels: the sizes of both inputs depend on each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 8, 0.2)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 7)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.size(0))
+        scores = self.head(self.encoder(self.embed(tokens), mask))
+        return nn.functional.cross_entropy(scores.view(-1, 7), labels)
+
+
+def test_sizes_that_are_products_of_others_are_symbolic() -> None:
+    """The check grows the labels with the batch and with the time, and compares both."""
+    torch.manual_seed(0)
+    module = LanguageModel()
+    tokens = torch.randint(0, 7, (5, 3))
+    shapes = [{0: "time", 1: "batch"}, {0: "time_x_batch"}]
+    model = from_torch(module, (tokens, tokens.view(-1)), dynamic_shapes=shapes)
+    assert last_report(model).fixed == {}
+    sizes = [[str(d) for d in x.shape or ()] for x in model.graph.inputs]
+    assert sizes == [["time", "batch"], ["time_x_batch"]]
+    evaluation = from_torch(module, (tokens, tokens.view(-1)), dynamic_shapes=shapes, train=False)
+    tokens = torch.randint(0, 7, (4, 2))
+    session = runtime.create(evaluation.proto.SerializeToString())
+    feeds = {"tokens": tokens.numpy(), "labels": tokens.view(-1).numpy()}
+    expected = module.eval()(tokens, tokens.view(-1)).detach().numpy()
+    np.testing.assert_allclose(runtime.run(session, None, feeds)[0], expected, rtol=1e-5)
+
+
+def test_causality_of_a_mask_is_not_written_into_the_graph() -> None:
+    """The example has a causal mask; the model must not apply it to other masks."""
+    torch.manual_seed(0)
+    module = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 8, 0.0), 1, enable_nested_tensor=False
+    )
+    x, causal = torch.randn(5, 3, 8), nn.Transformer.generate_square_subsequent_mask(5)
+    model = from_torch(module, {"src": x, "mask": causal}, train=False, dynamic_batch=False)
+    session = runtime.create(model.proto.SerializeToString())
+    feeds = {"src": x.numpy(), "mask": np.zeros((5, 5), np.float32)}
+    expected = module.eval()(x, torch.zeros(5, 5)).detach().numpy()
+    np.testing.assert_allclose(runtime.run(session, None, feeds)[0], expected, atol=1e-5)
+
+
+class Limited(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x.reshape(4, 2))
+
+
+def test_a_size_with_which_the_module_does_not_run_is_fixed(caplog) -> None:
+    with caplog.at_level("WARNING", "onnxtrain"):
+        model = from_torch(Limited(), torch.randn(4, 2))
+    assert list(model.graph.inputs[0].shape or ()) == [4, 2]
+    assert list(last_report(model).fixed) == ["batch"]
+    assert "'[4, 2]' is invalid for input of size 10" in last_report(model).fixed["batch"]
+    assert "Limited has fixed sizes" in caplog.text
+
+
+class Baked(nn.Module):
+    """The exporters write the size of the example into the graph, where torch runs any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        rows = torch.tensor([float(i) for i in range(x.shape[0])])
+        return ((self.fc(x)[:, 0] + rows).repeat_interleave(2) - y).square().mean()
+
+
+def test_a_size_that_the_exporters_fix_is_an_error_and_not_symbolic() -> None:
+    """The second input has two rows for each row of the first: both grow, and the model fails."""
+    with pytest.raises(ExportError, match="another batch"):
+        from_torch(Baked(), (torch.randn(4, 2), torch.randn(8)))

@@ -86,7 +86,7 @@ def test_later_form_follows_torch(tmp_path: Path) -> None:
     torch.testing.assert_close(scores, theirs(x).detach(), rtol=1e-3, atol=1e-4)
     ours.save_as_onnx(tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
-    actual = session.run(["scores"], {"x": x.numpy(), "label": label.numpy()})[0]
+    actual = np.asarray(session.run(["scores"], {"x": x.numpy(), "label": label.numpy()})[0])
     np.testing.assert_allclose(actual, scores.numpy(), rtol=1e-4, atol=1e-5)
     ours.save_checkpoint(tmp_path / "c.safetensors", {"epoch": 3})
     kept = {n: t.clone() for n, t in ours.state_dict().items()}
@@ -115,6 +115,7 @@ def test_old_form_follows_torch(tmp_path: Path) -> None:
     )
     ours.load_state_dict(theirs.state_dict())
     twin = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    x, label = batches(4)[-1]
     for x, label in batches(4):
         loss = nn.functional.cross_entropy(theirs(x), label)
         twin.zero_grad()
@@ -129,9 +130,45 @@ def test_old_form_follows_torch(tmp_path: Path) -> None:
     save_checkpoint(ours, tmp_path)
     ours.train_step(x, label, torch.tensor([1.0]))
     load_checkpoint(ours, tmp_path)
-    torch.testing.assert_close(ours.state_dict()["0.bias"], theirs[0].bias.detach())
+    torch.testing.assert_close(ours.state_dict()["0.bias"], theirs.get_parameter("0.bias").detach())
     ours.eval()
     assert ours(x, label, fetches=["scores"]).shape == (len(x), 3)
+
+
+class OfOneSize(nn.Module):
+    """The exporters write the number of rows into the graph; torch runs any number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.tensor([float(i) for i in range(x.shape[0])])
+        return self.fc(x * rows[:, None])
+
+
+def test_a_new_size_exports_again_and_training_continues() -> None:
+    """Weights, moments and the number of the step move to the export for another batch size."""
+    theirs, config = OfOneSize(), optim.AdamConfig(lr=0.05, max_norm_clip=1e9)
+    ours = ORTTrainer(OfOneSize(), DESCRIPTION, config, nn.CrossEntropyLoss())
+    twin = torch.optim.AdamW(theirs.parameters(), lr=0.05, weight_decay=0.0)
+    for x, label in [batches(2)[i] for i in (0, 1, 0, 0, 1)]:
+        loss = nn.functional.cross_entropy(theirs(x), label)
+        got = ours.train_step(x, label)
+        assert got[0].item() == pytest.approx(loss.item(), rel=1e-4)
+        twin.zero_grad()
+        loss.backward()
+        twin.step()
+    assert len(ours._others) == 1  # one export for each of the two sizes
+    torch.testing.assert_close(ours.state_dict()["fc.weight"], theirs.fc.weight.detach())
+    x, label = batches(2)[1]
+    torch.testing.assert_close(ours.eval_step(x, label)[1], theirs(x).detach())
+    options = ORTTrainerOptions({"batch": {"gradient_accumulation_steps": 2}})
+    ours = ORTTrainer(OfOneSize(), DESCRIPTION, config, nn.CrossEntropyLoss(), options)
+    ours.train_step(*batches(1)[0])
+    with pytest.raises(CompatError, match="other sizes than the ones accumulated"):
+        ours.train_step(x, label)
 
 
 def lamb(p, g, m, v, t, *, lr, decay, low, high):
@@ -168,7 +205,7 @@ def test_lamb_and_mixed_precision() -> None:
         ours.train_step(x, target)
         np.testing.assert_allclose(ours.state_dict()["weight"].numpy(), p, rtol=1e-4, atol=1e-5)
     assert scaler.loss_scale == 16.0
-    ours.train_step(x * math.inf, target)
+    ours.train_step(torch.full((5, 4), math.inf), torch.zeros(5, 1))
     assert scaler.loss_scale == 8.0
     np.testing.assert_allclose(ours.state_dict()["weight"].numpy(), p, rtol=1e-4, atol=1e-5)
 
@@ -219,11 +256,11 @@ def test_old_names_are_there() -> None:
     assert ort.ORTTrainer is ORTTrainer
     with pytest.raises(AttributeError, match="nothing"):
         _ = ort.nothing
-    ours = ort.ORTModule(nn.Linear(2, 2), ort.ortmodule.DebugOptions(save_onnx=True))
+    ours = ort.ortmodule.ORTModule(nn.Linear(2, 2), debug_options=ort.ortmodule.DebugOptions())
     assert list(ours.state_dict()) == ["weight", "bias"]
 
 
-def adam(mode: int, decay: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def adam(mode: fused_adam.AdamWMode, decay: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the parameters after three steps of ``FusedAdam``, and of the formula in float64."""
     torch.manual_seed(0)
     p, grads = torch.randn(5), torch.randn(3, 5)
@@ -247,12 +284,14 @@ def adam(mode: int, decay: float) -> tuple[list[torch.Tensor], list[torch.Tensor
 
 
 @pytest.mark.parametrize("mode", list(fused_adam.AdamWMode))
-def test_fused_adam_follows_the_formula(mode: int) -> None:
+def test_fused_adam_follows_the_formula(mode: fused_adam.AdamWMode) -> None:
     for result, expected in zip(*adam(mode, 0.3), strict=True):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
     parameter = nn.Parameter(torch.ones(2))
     optimizer = fused_adam.FusedAdam([parameter])
-    assert optimizer.step(lambda: parameter.sum()) == 2.0  # no gradient: nothing to update
+    assert (
+        float(optimizer.step(closure=lambda: parameter.sum())) == 2.0
+    )  # no gradient: nothing to update
     parameter.grad = torch.ones(2)
     optimizer.zero_grad()
     assert parameter.grad is None

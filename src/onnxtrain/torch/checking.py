@@ -1,14 +1,16 @@
 """Check that an exported model computes what the module computes.
 
-``check`` compares outputs in evaluation and training mode, running statistics, and, if the module
-stops gradients, the gradients. Dropout is disabled on both sides: the random masks differ.
+``longer_inputs`` finds the sizes that may be symbolic: the module runs with other values of them.
+``check`` compares outputs in evaluation and training mode, for the example and for another value of
+each symbolic size, running statistics, and, if the module stops gradients, the gradients. Dropout
+is disabled on both sides: the random masks differ.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from onnxtrain.autodiff.gradients import lift, vjp
 from onnxtrain.autodiff.gradients import parameters as parameter_values
-from onnxtrain.errors import UndifferentiableError
+from onnxtrain.errors import OnnxTrainError, UndifferentiableError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.nodes import nodes
 from onnxtrain.modes import to_evaluation
@@ -51,7 +53,7 @@ def check(
     model: ir.Model,
     inputs: Sequence[Any],
     names: Sequence[str],
-    axes: Axes,
+    longer: Mapping[str, Sequence[Any]],
     train: bool | None,
     initializer_of: dict[str, str],
 ) -> None:
@@ -62,7 +64,7 @@ def check(
         model: the exported model.
         inputs: example inputs.
         names: names of the inputs.
-        axes: symbolic axes of the inputs; with a symbolic batch, one more row is tried too.
+        longer: inputs to compare besides, by the symbolic size that differs in them.
         train: as in :func:`onnxtrain.torch.from_torch`.
         initializer_of: initializer of each parameter of the module.
 
@@ -74,7 +76,7 @@ def check(
     to_evaluation(inference)
     if train is not None or not any(mode for _, mode in modes):
         module.eval()
-        _compare_with_torch(module, inference, inputs, names, axes, "evaluation mode")
+        _compare_with_torch(module, inference, inputs, names, longer, "evaluation mode")
     if train is False:
         return
     for submodule, mode in modes:
@@ -83,7 +85,7 @@ def check(
         with restore_statistics(module), _no_dropout(module):
             work = model.clone()
             _remove_dropout(work)
-            _compare_with_torch(module, work, inputs, names, axes, "training mode")
+            _compare_with_torch(module, work, inputs, names, longer, "training mode")
         _check_statistics_updated(module, model, inputs)
     if any(t.requires_grad for t in (*module.parameters(), *flatten_tensors(inputs))):
         with restore_statistics(module), _no_dropout(module):
@@ -97,7 +99,7 @@ def _compare_with_torch(
     model: ir.Model,
     inputs: Sequence[Any],
     names: Sequence[str],
-    axes: Axes,
+    longer: Mapping[str, Sequence[Any]],
     mode: str,
 ) -> None:
     # Weights become inputs: with constant weights, onnxruntime folds a BatchNormalization into the
@@ -109,23 +111,21 @@ def _compare_with_torch(
     lift(work.graph, weights)
     session = runtime.create(ir.to_proto(work).SerializeToString(), threads=1)
     known = {i.name for i in session.get_inputs()}
-    batches = [inputs, _with_extra_row(inputs, axes)] if any(0 in a for a in axes) else [inputs]
-    for batch in batches:
+    batches = {mode: inputs} | {f"{mode}, another {n}": batch for n, batch in longer.items()}
+    for label, batch in batches.items():
         with torch.no_grad(), restore_statistics(module):
-            try:
-                expected = flatten_tensors(module(*detached_copy(batch)))
-            except Exception:  # a module raises any exception for a batch size it cannot run
-                if batch is inputs:
-                    raise
-                return  # the module itself is limited to this batch size
+            expected = flatten_tensors(module(*detached_copy(batch)))
         feeds = {n: np.array(v) for n, v in values.items() if n in known}
         feeds |= {
             n: x.detach().cpu().numpy()
             for n, x in zip(names, batch, strict=True)
             if n in known and isinstance(x, torch.Tensor)
         }
-        actual = runtime.run(session, None, feeds)
-        _compare_outputs(expected, actual, mode if batch is inputs else f"{mode}, one more row")
+        try:
+            actual = runtime.run(session, None, feeds)
+        except OnnxTrainError as error:
+            raise ExportError(f"{label}: {error}") from error
+        _compare_outputs(expected, actual, label)
 
 
 def _compare_outputs(
@@ -153,12 +153,75 @@ def _compare_outputs(
             raise ExportError(f"{mode}: output {i} differs from torch, relative error {worst:.2g}")
 
 
-def _with_extra_row(inputs: Sequence[Any], axes: Axes) -> Sequence[Any]:
-    """Return the inputs with one more row in the first symbolic batch axis."""
-    size = next(a[0] for a in axes if 0 in a)
-    return tuple(
-        torch.cat([x, x[:1]]) if a.get(0) == size else x for x, a in zip(inputs, axes, strict=True)
-    )
+def longer_inputs(
+    module: nn.Module, inputs: Sequence[Any], axes: Axes, train: bool | None
+) -> tuple[dict[str, Sequence[Any]], dict[str, str]]:
+    """Return inputs that are longer in one symbolic size each, and the sizes that stay fixed.
+
+    A size may determine another one: labels of ``bptt * batch`` rows grow with both. Where the
+    module does not run with one more in a single size, its multiples grow in proportion.
+
+    Args:
+        module: the module, in the mode it is exported in.
+        inputs: example inputs.
+        axes: symbolic axes of the inputs.
+        train: as in :func:`onnxtrain.torch.from_torch`.
+
+    Returns:
+        The longer inputs, by symbolic size; and sizes with which the module does not run when they
+        are longer, each with its error.
+    """
+    sizes = {
+        name: x.shape[axis] for x, a in zip(inputs, axes, strict=True) for axis, name in a.items()
+    }
+    longer: dict[str, Sequence[Any]] = {}
+    grown: set[str] = set()
+    errors: dict[str, str] = {}
+    for name, size in sorted(sizes.items(), key=lambda item: item[1]):
+        if name in grown:
+            continue
+        if not size:
+            errors[name] = "the example has no values along it"
+            continue
+        multiples = {n: s // size * (size + 1) for n, s in sizes.items() if s and s % size == 0}
+        for trial in ({name: size + 1}, multiples):
+            batch = _resized(inputs, axes, trial)
+            error = _error_of(module, batch, train)
+            if error is None:
+                longer[name] = batch
+                grown |= trial.keys()
+                break
+            errors.setdefault(name, error)
+    return longer, {n: e for n, e in errors.items() if n not in grown}
+
+
+def _resized(inputs: Sequence[Any], axes: Axes, sizes: Mapping[str, int]) -> Sequence[Any]:
+    """Return the inputs with other sizes; the values along an axis start again at its end."""
+    batch = []
+    for x, a in zip(inputs, axes, strict=True):
+        for axis, name in a.items():
+            if name in sizes:
+                rows = torch.arange(sizes[name], device=x.device) % x.shape[axis]
+                x = x.index_select(axis, rows)
+        batch.append(x)
+    return tuple(batch)
+
+
+def _error_of(module: nn.Module, inputs: Sequence[Any], train: bool | None) -> str | None:
+    """Return why the module does not run on these inputs, in the modes that :func:`check` uses."""
+    training = [(submodule, submodule.training) for submodule in module.modules()]
+    try:
+        with torch.no_grad(), restore_statistics(module):
+            module(*detached_copy(inputs))
+            if train:
+                module.eval()
+                module(*detached_copy(inputs))
+    except Exception as error:  # a module raises any exception for a size it cannot run
+        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    finally:
+        for submodule, mode in training:
+            submodule.training = mode
+    return None
 
 
 def _check_statistics_updated(module: nn.Module, model: ir.Model, inputs: Sequence[Any]) -> None:

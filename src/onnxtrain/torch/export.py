@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import inspect
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,6 +33,7 @@ from onnxtrain.torch.checking import (
     detached_copy,
     flatten_tensors,
     ignores_parameters,
+    longer_inputs,
     restore_statistics,
 )
 from onnxtrain.torch.exporters import Axes, ExportError
@@ -42,6 +44,7 @@ from onnxtrain.torch.repairs import (
     set_training_mode,
 )
 
+logger = logging.getLogger(__name__)
 _REPORT = "onnxtrain.export"
 
 
@@ -91,6 +94,8 @@ class ExportReport:
     """Exporters that were tried first, each with the reason it was rejected."""
     names: dict[str, str]
     """Parameter of the module -> initializer of the model; tied parameters share one."""
+    fixed: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Sizes that are not symbolic although they were requested to be, each with the reason."""
 
 
 def from_torch(
@@ -110,7 +115,9 @@ def from_torch(
 
     torch's exporters silently export BatchNorm in inference mode, drop attention dropout and merge
     or fold parameters. ``from_torch`` repairs the export, then compares it with the module: in
-    evaluation mode, with ``train`` in training mode (without dropout), and with one more row.
+    evaluation mode, with ``train`` in training mode (without dropout), and with another value of
+    each symbolic size. A size with which the module itself does not run when it is another one is
+    fixed in the model; the report says why.
     Buffers other than running statistics become constants. Parameters with
     ``requires_grad=False`` are frozen unless ``build(train=...)`` selects them.
     :func:`last_report` returns the exporter used and the repairs.
@@ -176,11 +183,18 @@ def export_module(
     """Return the first export that matches the module; error messages call the module ``label``."""
     rejected: list[str] = []
     with _restore_modes(module), torch.random.fork_rng(devices=[]):
+        if train is not None:
+            module.train(train)
+        longer, fixed = longer_inputs(module, inputs, axes, train)
+        if fixed:
+            axes = [{axis: n for axis, n in a.items() if n not in fixed} for a in axes]
+            reasons = ", ".join(f"{size} ({error})" for size, error in fixed.items())
+            logger.warning("%s has fixed sizes, it does not run with others: %s", label, reasons)
         for name, exporter in (("dynamo", exporters.dynamo), ("legacy", exporters.legacy)):
             try:
                 model, repairs = _try_export(exporter, module, inputs, names, axes, train)
                 initializer_of = _parameter_names(module, model, inputs)
-                check(module, model, inputs, names, axes, train, initializer_of)
+                check(module, model, inputs, names, longer, train, initializer_of)
             except ExportError as error:
                 rejected.append(f"{name}: {error}")
                 continue
@@ -188,7 +202,7 @@ def export_module(
                 rejected.append(f"{name}: {_error_text(error)}")
                 continue
             model.meta[_REPORT] = ExportReport(
-                name, tuple(repairs), tuple(rejected), initializer_of
+                name, tuple(repairs), tuple(rejected), initializer_of, fixed
             )
             _record_aliases(model, initializer_of)
             return model

@@ -13,6 +13,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from torch import nn
+from torch.nn.modules import transformer
 
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.graph.io import load
@@ -35,7 +36,7 @@ def dynamo(module: nn.Module, inputs: Sequence[Any], names: Sequence[str], axes:
         shapes = tuple(dict(a) or None for a in axes)
         # torch.export wants the shapes of *args as one nested tuple.
         options["dynamic_shapes"] = (shapes,) if _has_var_positional(module) else shapes
-    with suppress_output():
+    with suppress_output(), _masks_as_given():
         program = torch.onnx.export(
             module,
             tuple(inputs),
@@ -60,7 +61,7 @@ def legacy(module: nn.Module, inputs: Sequence[Any], names: Sequence[str], axes:
     buffer = io.BytesIO()
     mode = torch.onnx.TrainingMode
     dynamic_axes = {n: dict(a) for n, a in zip(names, axes, strict=True) if a}
-    with suppress_output():
+    with suppress_output(), _masks_as_given():
         torch.onnx.export(
             module,
             tuple(inputs),
@@ -72,6 +73,29 @@ def legacy(module: nn.Module, inputs: Sequence[Any], names: Sequence[str], axes:
             input_names=list(names),
         )
     return load(buffer.getvalue())
+
+
+@contextlib.contextmanager
+def _masks_as_given() -> Iterator[None]:
+    """Let ``nn.TransformerEncoder`` and ``nn.TransformerDecoder`` use the mask that they get.
+
+    They compare it with a causal mask, to skip it in favor of a faster kernel. ``torch.export``
+    cannot trace the comparison; the legacy exporter writes its result and size into the graph.
+    """
+    original = getattr(transformer, "_detect_is_causal_mask", None)
+    if original is None:
+        yield
+        return
+
+    def as_given(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        del mask, size
+        return is_causal is True
+
+    transformer._detect_is_causal_mask = as_given
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = original
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -30,8 +31,10 @@ from onnxtrain.graph.io import load
 from onnxtrain.runtime.feeds import to_array
 from onnxtrain.torch import from_torch, last_report
 from onnxtrain.torch.export import rename_initializers
+from onnxtrain.torch.exporters import ExportError
 from onnxtrain.training import Trainer
 
+logger = logging.getLogger(__name__)
 Shape = Sequence[int | str]
 
 
@@ -313,9 +316,10 @@ class ORTTrainer:
 
     Either ``ORTTrainer(model, loss_fn, model_desc, "AdamOptimizer", map_optimizer_attributes,
     learning_rate_description, device, ...)`` or ``ORTTrainer(model, model_desc, optim_config,
-    loss_fn=None, options=None)``. The first step exports the model. It computes in float32,
-    even with mixed precision enabled. For parallel training, use torch.distributed with
-    :class:`onnxtrain.torch.TrainableModule`.
+    loss_fn=None, options=None)``. The first step exports the model. Named sizes of the description
+    are symbolic; a module that cannot be exported so is exported again for each new size, and its
+    state moves along. It computes in float32, even with mixed precision enabled. For parallel
+    training, use torch.distributed with :class:`onnxtrain.torch.TrainableModule`.
     """
 
     def __init__(self, model: nn.Module | onnx.ModelProto, *args: Any, **kwargs: Any) -> None:
@@ -327,6 +331,9 @@ class ORTTrainer:
             else settings_from_keywords(*args, **kwargs)
         )
         self._trainer: Trainer | None = None
+        self._others: list[Trainer] = []
+        """Exports for other sizes; :attr:`_trainer` has the current state."""
+        self._axes = self._settings.signature.axes
         self._names: dict[str, str] = {}
         self._pending: dict[str, Any] = {}
         self._strict = False
@@ -424,9 +431,35 @@ class ORTTrainer:
         return results
 
     def _exported_trainer(self, values: Sequence[Any]) -> Trainer:
-        """Return the trainer; the first call exports the model and builds the artifacts."""
-        if self._trainer is not None:
+        """Return the trainer for these sizes, with the current state; export if needed."""
+        current = self._trainer
+        if current is None:
+            self._trainer = self._built(values)
+            if self._pending:
+                self.load_state_dict(self._pending, strict=self._strict)
             return self._trainer
+        if not isinstance(self._model, nn.Module) or _fits(current, self._feeds(values)):
+            return current
+        if current.accumulating:
+            raise CompatError(
+                f"this batch has other sizes than the ones accumulated before: {_sizes(values)}\n"
+                "hint: leave out the last batch if it is shorter, or use "
+                "gradient_accumulation_steps=1"
+            )
+        trainer = next((t for t in self._others if _fits(t, self._feeds(values))), None)
+        if trainer is None:
+            logger.info("exporting the model again, for inputs of the sizes %s", _sizes(values))
+            trainer = self._built(values)
+        else:
+            self._others.remove(trainer)
+        trainer.load_state_dict(current.state_dict())
+        trainer.global_step = current.global_step
+        self._others.append(current)
+        self._trainer = trainer
+        return trainer
+
+    def _built(self, values: Sequence[Any]) -> Trainer:
+        """Return a trainer of the model, exported with these inputs."""
         s = self._settings
         model = self._exported(values)
         others = [n for n in s.signature.outputs if n != s.signature.loss]
@@ -441,10 +474,7 @@ class ORTTrainer:
             clip=s.config.clip if s.clip and s.config.clip else None,
             accumulate=s.accumulate,
         )
-        self._trainer = Trainer(artifacts, device=s.device)
-        if self._pending:
-            self.load_state_dict(self._pending, strict=self._strict)
-        return self._trainer
+        return Trainer(artifacts, device=s.device)
 
     def _exported(self, values: Sequence[Any]) -> ir.Model:
         signature = self._settings.signature
@@ -455,8 +485,14 @@ class ORTTrainer:
         device = next((p.device for p in self._model.parameters()), None)
         tensors = tuple(torch.as_tensor(v, device=device) for v in values)
         module = _WithLoss(self._model, self._loss_fn)
-        axes = signature.axes
-        model = from_torch(module, tensors, names=names, dynamic_shapes=axes)
+        try:
+            model = from_torch(module, tensors, names=names, dynamic_shapes=self._axes)
+        except ExportError as error:
+            if not any(self._axes):
+                raise
+            logger.info("exporting the model with fixed sizes: %s", error)
+            self._axes = [{} for _ in names]
+            model = from_torch(module, tensors, names=names, dynamic_shapes=self._axes)
         for name, at in last_report(model).names.items():
             self._names.setdefault(name.removeprefix("model."), at.removeprefix("model."))
         _rename(model, signature)
@@ -531,6 +567,23 @@ class ORTTrainer:
                 f"{what} needs the exported model\nhint: call train_step or eval_step first"
             )
         return self._trainer
+
+
+def _fits(trainer: Trainer, feeds: Mapping[str, np.ndarray]) -> bool:
+    """Return whether arrays have the fixed and symbolic sizes of a trainer's inputs."""
+    sizes: dict[str, int] = {}
+    for spec in trainer.batch_specs:
+        actual = feeds[spec.name].shape
+        if len(actual) != len(spec.shape):
+            return True  # the trainer reports it
+        for size, dim in zip(actual, spec.shape, strict=True):
+            if size != (dim if isinstance(dim, int) else sizes.setdefault(dim, size)):
+                return False
+    return True
+
+
+def _sizes(values: Sequence[Any]) -> list[list[int]]:
+    return [list(np.shape(v)) for v in values]
 
 
 def _weights(trainer: Trainer) -> dict[str, np.ndarray]:
