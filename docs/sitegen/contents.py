@@ -14,7 +14,7 @@ SECTIONS = {
         *("training", "data", "losses", "optimizers", "parameters", "fine-tuning", "text"),
         *("from-pytorch", "hugging-face", "sklearn", "web", "any-language", "federated"),
         *("lowering", "own-operators", "onnx-standard", "coming-from-onnxruntime-training"),
-        *("coming-from-web-training", "style-transfer"),
+        *("coming-from-web-training", "coming-from-onnxcustom", "style-transfer"),
     ],
     "Reference": [
         *("generated/api/index", "generated/command-line", "artifacts", "ops", "fused-operators"),

@@ -1,12 +1,16 @@
 """The examples of onnxcustom's documentation, with assertions on the loss."""
 
+import importlib
+import logging
 import pickle
 import warnings
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from onnxruntime import InferenceSession
+from sklearn.base import clone
 from sklearn.datasets import make_classification, make_regression
 from sklearn.linear_model import LinearRegression
 from sklearn.model_selection import GridSearchCV
@@ -36,7 +40,7 @@ def convert(model, x: np.ndarray, output: str | None = None) -> onnx.ModelProto:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         options = {"zipmap": False} if hasattr(model, "classes_") else None
-        converted = to_onnx(
+        converted: Any = to_onnx(
             model, x[:1], black_op={"LinearRegressor"}, options=options, target_opset=18
         )
     if output is None:
@@ -64,7 +68,8 @@ def convert(model, x: np.ndarray, output: str | None = None) -> onnx.ModelProto:
 
 @pytest.fixture
 def linear():
-    x, y = make_regression(200, n_features=2, bias=2, random_state=0)
+    data: Any = make_regression(200, n_features=2, bias=2, random_state=0)
+    x, y = data
     x, y = x.astype(np.float32), (y / 50).astype(np.float32)
     reg = LinearRegression().fit(x, y)
     np.random.seed(0)
@@ -82,12 +87,13 @@ def test_linear_regression_with_the_loss_in_the_graph(linear):
     )
     session.fit(x, y, X_val=x[:50], y_val=y[:50])
     assert session.train_losses_[-1] < 1e-3 < session.train_losses_[0]
+    assert session.validation_losses_ is not None
     assert len(session.validation_losses_) == 10
     assert session.validation_losses_[-1] < 1e-3
     state = session.get_state()
     np.testing.assert_allclose(state["coef"].ravel(), reg.coef_.ravel(), atol=2e-2)
     trained = session.get_trained_onnx(onx)
-    got = InferenceSession(trained.SerializeToString()).run(None, {"X": x})[0]
+    got = np.asarray(InferenceSession(trained.SerializeToString()).run(None, {"X": x})[0])
     np.testing.assert_allclose(got.ravel(), reg.predict(x), atol=0.1)
 
 
@@ -115,7 +121,7 @@ def test_nesterov_and_a_penalty(linear):
     held = OrtGradientForwardBackwardOptimizer(
         onx, learning_rate=rate, learning_penalty=ElasticLearningPenalty(0.0, 0.5), **settings
     ).fit(x, y)
-    size = [np.linalg.norm(s.trained_coef_["coef"]) for s in (free, held)]
+    size = [np.linalg.norm(s.trained_coef_["coef"].numpy()) for s in (free, held)]
     # At the minimum of mean (p - y)^2 / 2 + |w|^2 / 2, whitened features halve the weights.
     assert 0.3 * size[0] < size[1] < 0.7 * size[0]
     assert free.needs_grad
@@ -131,7 +137,9 @@ def test_weights_of_rows(linear):
     session = OrtGradientForwardBackwardOptimizer(
         onx, learning_rate=0.1, weight_name="weight", max_iter=30
     ).fit(x, wrong, sample_weight=weight)
-    np.testing.assert_allclose(session.trained_coef_["coef"].ravel(), reg.coef_.ravel(), atol=5e-2)
+    np.testing.assert_allclose(
+        session.trained_coef_["coef"].numpy().ravel(), reg.coef_.ravel(), atol=5e-2
+    )
 
 
 def mlp_data(classes: bool):
@@ -172,7 +180,7 @@ def test_mlp_gradients_equal_back_propagation_of_sklearn(kind):
     inputs = [few.astype(np.float32), *(v.numpy() for v in session.get_state())]
     predicted = function.forward(inputs, training=True)
     total, grad = session.learning_loss.loss_gradient(session.device, target, predicted[0])
-    gradients = [g.numpy() / len(few) for g in function.backward([grad])[1:]]
+    gradients = [g.numpy() / len(few) for g in function.backward([grad])][1:]
     assert total.numpy().item() / len(few) == pytest.approx(loss, rel=1e-5)
     for ours, theirs in zip(
         gradients, [coefs[0], intercepts[0], coefs[1], intercepts[1]], strict=True
@@ -181,10 +189,11 @@ def test_mlp_gradients_equal_back_propagation_of_sklearn(kind):
 
 
 def test_classifier_with_nesterov_and_penalty():
-    x, y = make_classification(300, n_features=10, random_state=0)
+    data: Any = make_classification(300, n_features=10, random_state=0)
+    x, y = data
     x = x.astype(np.float32)
     mlp = MLPClassifier((10,), max_iter=1, random_state=0).fit(x, y)
-    onx = convert(mlp, x, "add_result1")
+    onx = onnx_rename_weights(convert(mlp, x, "add_result1"))
     session = OrtGradientForwardBackwardOptimizer(
         onx,
         learning_rate=LearningRateSGDNesterov(1e-1, momentum=0.9, nesterov=True),
@@ -195,7 +204,8 @@ def test_classifier_with_nesterov_and_penalty():
         batch_size=15,
     ).fit(x, y.astype(np.int64))
     assert session.train_losses_[-1] < 0.7 * session.train_losses_[0]
-    got = InferenceSession(session.get_trained_onnx().SerializeToString()).run(None, {"X": x})[0]
+    trained = InferenceSession(session.get_trained_onnx().SerializeToString())
+    got = np.asarray(trained.run(None, {"X": x})[0])
     assert ((got.ravel() > 0) == y).mean() > 0.9
 
 
@@ -235,17 +245,95 @@ def test_divergence_is_an_error_or_a_warning(linear):
 
 def test_several_forward_passes_before_backward(linear):
     x, _, reg, onx = linear
-    builder = pickle.loads(pickle.dumps(OrtGradientForwardBackward(onx, ["intercept", "coef"])))
-    assert builder.cls_type_._onx_inp == ["X", "intercept", "coef"]
-    assert builder.cls_type_._onx_out == ["X_grad", "intercept_grad", "coef_grad"]
-    weights = [builder.get_initializer(n) for n in ("intercept", "coef")]
+    builder = pickle.loads(pickle.dumps(OrtGradientForwardBackward(onx, ["coef", "intercept"])))
+    assert builder.cls_type_._onx_inp == ["X", "coef", "intercept"]
+    assert builder.cls_type_._onx_out == ["X_grad", "coef_grad", "intercept_grad"]
+    weights = [builder.get_initializer(n) for n in ("coef", "intercept")]
     function = builder.new_instance()
     (y,) = function.forward([x[:5], *weights], training=True)
     np.testing.assert_allclose(y.numpy().ravel(), reg.predict(x[:5]), rtol=1e-5)
     function.forward([x[:3], *weights], training=True)
     for rows in (3, 5):
-        _, db, dw = function.backward([np.ones((rows, 1), np.float32)])
+        _, dw, db = function.backward([np.ones((rows, 1), np.float32)])
         assert db.numpy().item() == rows
         np.testing.assert_allclose(dw.numpy().ravel(), x[:rows].sum(0), rtol=1e-5)
     with pytest.raises(RuntimeError, match="no forward pass is left"):
         function.backward([np.ones((5, 1), np.float32)])
+
+
+def test_clones_and_repr(linear):
+    x, y, _, onx = linear
+    rate = LearningRateSGD(1e-3)
+    session = OrtGradientForwardBackwardOptimizer(onx, ["coef", "intercept"], learning_rate=rate)
+    copy: Any = clone(session)
+    assert copy.learning_rate == rate
+    assert copy.learning_rate is not rate
+    assert copy.get_params()["device"] == "cpu"
+    assert "learning_rate=LearningRateSGD(eta0=0.001, alpha=0.0001" in repr(copy)
+    assert "learning_rate='invscaling'" in repr(copy)
+    rates = [LearningRateSGD(r) for r in (1e-6, 3e-2)]
+    session.set_params(max_iter=5)
+    search = GridSearchCV(session, {"learning_rate": rates}, cv=2).fit(x, y)
+    assert search.best_params_["learning_rate"].eta0 == 3e-2
+
+
+def test_logs_of_iterations(linear, caplog):
+    x, y, _, onx = linear
+    for logged in (False, True):
+        with caplog.at_level(logging.DEBUG, "onnxcustom"):
+            OrtGradientForwardBackwardOptimizer(onx, enable_logging=logged, max_iter=1).fit(x, y)
+            OrtGradientForwardBackward(onx, enable_logging=logged)
+        messages = [r.getMessage() for r in caplog.records]
+        assert bool(messages) is logged
+    name = "[OrtGradientForwardBackwardOptimizer"
+    assert f"{name}.fit] weights_to_train=['coef', 'intercept']" in messages
+    assert sum(m.startswith(f"{name}._iteration] batch ") for m in messages) == 20
+    assert "[OrtGradientForwardBackward] weights_to_train=['coef', 'intercept']" in messages
+
+
+def test_saved_gradient(linear, tmp_path):
+    x, y, _, onx = linear
+    path = tmp_path / "gradient.onnx"
+    settings = {"max_iter": 1, "saved_gradient": str(path)}
+    OrtGradientOptimizer(add_loss_output(onx), ["coef"], **settings).fit(x, y)
+    step = onnx.load(f"{path}.training.onnx")
+    assert "coef.out" in {v.name for v in step.graph.output}
+    assert {"X", "label", "coef"} < {v.name for v in onnx.load(path).graph.input}
+
+
+def test_results_are_values_of_onnxruntime(linear):
+    """Programs call .numpy() on elements of vectors, and pass them back."""
+    x, y, _, onx = linear
+    native = importlib.import_module("onnxruntime.capi._pybind_state")
+    session = OrtGradientForwardBackwardOptimizer(onx, max_iter=1).fit(x, y)
+    state, function = session.get_state(), session.train_function_
+    assert all(type(v) is native.OrtValue for v in [*state, *session.trained_coef_.values()])
+    assert session.get_full_state()[0] is None
+    device = session.device
+    batch = native.OrtValue.ortvalue_from_numpy(x[:4], device)
+    label = native.OrtValue.ortvalue_from_numpy(y[:4].reshape(-1, 1), device)
+    outputs: Any = None
+    gradients: Any = None
+    for _ in range(2):
+        outputs = function.forward([batch, *state], training=True, forward_outputs_cache=outputs)
+        loss, pull = session.learning_loss.loss_gradient(device, label, outputs[0])
+        gradients = function.backward([pull], backward_outputs_cache=gradients)
+        assert isinstance(outputs, native.OrtValueVector)
+        assert isinstance(gradients, native.OrtValueVector)
+        error = outputs[0].numpy() - y[:4, None]
+        np.testing.assert_allclose(loss.numpy(), (error**2).sum(keepdims=True) / 2, rtol=1e-5)
+        np.testing.assert_allclose(gradients[1].numpy(), x[:4].T @ error, rtol=1e-4)
+    again = function.forward([batch, *state])
+    np.testing.assert_array_equal(again[0].numpy(), outputs[0].numpy())
+
+
+def test_unsorted_weights_are_refused_by_fit(linear):
+    """Programs catch the ValueError, and rename the weights."""
+    x, y, _, onx = linear
+    swapped = onnx.ModelProto()
+    swapped.CopyFrom(onx)
+    swapped.graph.initializer.sort(key=lambda tensor: tensor.name, reverse=True)
+    with pytest.raises(ValueError, match="alphabetical order"):
+        OrtGradientForwardBackwardOptimizer(swapped, max_iter=1).fit(x, y)
+    renamed = onnx_rename_weights(swapped)
+    assert OrtGradientForwardBackwardOptimizer(renamed, max_iter=1).fit(x, y).train_losses_

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import re
 import sys
 import tempfile
@@ -76,6 +77,7 @@ def imports_changed() -> None:
 def own_library() -> None:
     """Prepare the process of an unchanged file on the unchanged library."""
     _older_packages()
+    _estimators_with_tags()
 
 
 def _older_packages() -> None:
@@ -86,6 +88,7 @@ def _older_packages() -> None:
     stubs.install("mlprodict", "pyquickhelper")
     _onnx_mapping()
     _renamed_loss()
+    _older_metrics()
 
 
 def _onnx_mapping() -> None:
@@ -112,3 +115,31 @@ def _renamed_loss() -> None:
 
     SGDClassifier.__init__ = init  # type: ignore[method-assign]
     warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def _older_metrics() -> None:
+    """Accept ``log_loss(eps=)`` and the arguments of ``MLP._backprop`` of scikit-learn 1.4."""
+    import sklearn.metrics
+    from sklearn.neural_network._multilayer_perceptron import BaseMultilayerPerceptron
+
+    log_loss: Callable[..., float] = sklearn.metrics.log_loss
+    backprop: Callable[..., Any] = BaseMultilayerPerceptron._backprop
+
+    def clipped(y_true: Any, y_pred: np.ndarray, *, eps: float = 1e-15, **kwargs: Any) -> float:
+        # Below 0, ``eps`` did nothing.
+        return log_loss(y_true, np.clip(y_pred, eps, 1 - eps) if eps > 0 else y_pred, **kwargs)
+
+    def without_weights(self: Any, X: Any, y: Any, *arguments: Any) -> Any:
+        weights = () if len(arguments) == 5 else (None,)
+        return backprop(self, X, y, *weights, *arguments)
+
+    sklearn.metrics.log_loss = clipped
+    setattr(BaseMultilayerPerceptron, "_backprop", without_weights)  # noqa: B010
+
+
+def _estimators_with_tags() -> None:
+    """Add the method that scikit-learn 1.7 asks of estimators with a base class of their own."""
+    from sklearn.base import BaseEstimator
+
+    module: Any = importlib.import_module("onnxcustom.training._base_estimator")
+    module.BaseEstimator.__sklearn_tags__ = lambda self: BaseEstimator().__sklearn_tags__()

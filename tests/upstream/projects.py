@@ -40,7 +40,8 @@ PROJECTS = (
         "Its tests of training and its gallery of training programs, in two ways: with imports "
         "changed to `onnxtrain.compat.onnxcustom`; and on its own library, unchanged, after "
         "`onnxtrain.compat.ort.install()`. Replaced: mlprodict and pyquickhelper, which do not "
-        "install any more, and names that newer releases of onnx and scikit-learn dropped.",
+        "install any more, and names and arguments that newer releases of onnx and scikit-learn "
+        "dropped.",
     ),
     Project(
         "onnxruntime-training-examples",

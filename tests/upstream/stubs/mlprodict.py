@@ -30,7 +30,8 @@ class OnnxInference:
 
     def run(self, feeds: Mapping[str, np.ndarray], **_: Any) -> dict[str, np.ndarray]:
         names = [y.name for y in self.session.get_outputs()]
-        return dict(zip(names, self.session.run(names, dict(feeds)), strict=True))
+        outputs: Any = self.session.run(names, dict(feeds))
+        return dict(zip(names, outputs, strict=True))
 
 
 def random_feed(inputs: Sequence[onnx.ValueInfoProto], batch: int = 10) -> dict[str, np.ndarray]:

@@ -1,13 +1,12 @@
 """onnxcustom's training classes on stock ONNX Runtime: change the import, keep the program.
 
 Module paths are those of onnxcustom: ``onnxcustom.training.optimizers`` is
-``onnxtrain.compat.onnxcustom.training.optimizers``. Three things differ on purpose: gradients of
-the absolute and elastic losses have the right sign, penalties are scaled by the learning rate, and
-weights need not be sorted.
+``onnxtrain.compat.onnxcustom.training.optimizers``. The guide "Coming from onnxcustom" lists what
+differs on purpose.
 """
 
 from onnxtrain.compat.onnxcustom.training.data_loader import OrtDataLoader
-from onnxtrain.compat.onnxcustom.training.errors import (
+from onnxtrain.compat.onnxcustom.training.excs import (
     ConvergenceError,
     ConvergenceWarning,
     EvaluationError,
@@ -45,6 +44,16 @@ from onnxtrain.compat.onnxcustom.utils.orttraining_helper import (
     get_train_initializer,
 )
 
+__max_supported_opset__ = 15
+"""The opset that programs pass to skl2onnx; models of all opsets train."""
+__max_supported_opsets__ = {"": __max_supported_opset__, "ai.onnx.ml": 2}
+
+
+def get_max_opset() -> int:
+    """Return the opset that programs pass to skl2onnx."""
+    return __max_supported_opset__
+
+
 __all__ = [
     "AbsoluteLearningLoss",
     "BaseLearningLoss",
@@ -68,6 +77,7 @@ __all__ = [
     "ProviderError",
     "SquareLearningLoss",
     "add_loss_output",
+    "get_max_opset",
     "get_train_initializer",
     "onnx_derivative",
     "onnx_rename_weights",

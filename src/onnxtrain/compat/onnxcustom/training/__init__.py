@@ -1,6 +1,6 @@
 """Counterpart of ``onnxcustom.training``."""
 
-from onnxtrain.compat.onnxcustom.training.errors import (
+from onnxtrain.compat.onnxcustom.training.excs import (
     ConvergenceError,
     ConvergenceWarning,
     EvaluationError,

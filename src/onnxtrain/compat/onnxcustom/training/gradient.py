@@ -21,7 +21,8 @@ def penalty_gradient(
     graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="penalty")
     op = OpBuilder(graph)
     known = {t.name: ir.from_proto(t) for t in model.graph.initializer}
-    weights = [op.input(n, known[n].dtype, list(known[n].shape.numpy())) for n in names]
+    tensors = [(n, known[n]) for n in names if n in known]  # training refuses unknown names
+    weights = [op.input(n, tensor.dtype, list(tensor.shape.numpy())) for n, tensor in tensors]
     total = penalty.build(op, weights)
     if total is None:
         return None

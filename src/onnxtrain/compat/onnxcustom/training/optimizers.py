@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 
-from onnxtrain.autodiff.gradients import vjp
 from onnxtrain.compat.onnxcustom.training.base_estimator import (
     BaseEstimator,
-    check_optimizer_name,
+    noise_like,
     validation_interval,
 )
 from onnxtrain.compat.onnxcustom.utils.onnx_helper import float_initializers
-from onnxtrain.compat.onnxcustom.utils.onnxruntime_helper import create_session, runtime_device
+from onnxtrain.compat.onnxcustom.utils.onnxruntime_helper import device_to_providers
 from onnxtrain.compat.onnxcustom.utils.orttraining_helper import LOSS_PREFIX
-from onnxtrain.runtime import session as runtime
+from onnxtrain.compat.ort.training_session import TrainingParameters, TrainingSession
 
 
 class OrtGradientOptimizer(BaseEstimator):
@@ -32,10 +32,11 @@ class OrtGradientOptimizer(BaseEstimator):
         batch_size: rows of a step.
         learning_rate: a number, a name or a learning rate without momentum.
         device: ``"cpu"`` or ``"cuda"``.
-        warm_start: go on from the model's weights; else they start as noise.
+        warm_start: go on from the last ``fit``, or from the model's weights; else from noise.
         verbose: above 0 prints the loss of every epoch.
         validation_every: epochs between two validations; below 1, a part of ``max_iter``.
-        saved_gradient: a file for the gradient graph.
+        saved_gradient: a file for the gradient graph; the graph of a whole step goes to
+            ``<saved_gradient>.training.onnx``.
         sample_weight_name: the input that takes weights of rows.
     """
 
@@ -55,38 +56,41 @@ class OrtGradientOptimizer(BaseEstimator):
         saved_gradient: Any = None,
         sample_weight_name: str = "weight",
     ) -> None:
-        self._keep(locals())
         super().__init__(model_onnx, learning_rate, device)
-        check_optimizer_name(training_optimizer_name)
         if self.learning_rate.needs_grad:
             raise NotImplementedError(
                 "momentum is not supported here\nhint: use OrtGradientForwardBackwardOptimizer"
             )
-        floats = [n for n in float_initializers(model_onnx) if not n.startswith(LOSS_PREFIX)]
-        self.weights_to_train = floats if weights_to_train is None else list(weights_to_train)
+        if weights_to_train is None:
+            known = float_initializers(model_onnx)
+            weights_to_train = [n for n in known if not n.startswith(LOSS_PREFIX)]
+        self.weights_to_train = weights_to_train
         self.loss_output_name = loss_output_name
         self.training_optimizer_name = training_optimizer_name
         self.max_iter, self.batch_size = max_iter, batch_size
         self.warm_start, self.verbose = warm_start, verbose
         self.validation_every = validation_interval(validation_every, max_iter)
         self.saved_gradient, self.sample_weight_name = saved_gradient, sample_weight_name
-        self._build()
 
-    def _build(self) -> None:
-        self.gradient_onnx_ = vjp(self.model_onnx, self.weights_to_train, self.loss_output_name)
+    def _start(self) -> TrainingSession:
+        """Create the session ``train_session_``."""
+        parameters = TrainingParameters()
+        parameters.loss_output_name = self.loss_output_name
+        parameters.training_optimizer_name = self.training_optimizer_name
+        parameters.weights_to_train = set(self.weights_to_train)
         if self.saved_gradient is not None:
-            onnx.save(self.gradient_onnx_, self.saved_gradient)
-        self.train_session_ = create_session(self.gradient_onnx_, runtime_device(self.device))
-        self.learning_rate.build_onnx_function(device=self.device)
-        initial = {t.name for t in self.model_onnx.graph.initializer}
-        self.input_names_ = [x.name for x in self.model_onnx.graph.input if x.name not in initial]
-        own = len(list(self.model_onnx.graph.output))
-        names = [y.name for y in self.gradient_onnx_.graph.output]
-        self._results = [self.loss_output_name, *names[own:]]
-        self._cotangent = self.gradient_onnx_.graph.input[-1].name
-        shape = next(y for y in self.gradient_onnx_.graph.output if y.name == self._results[0])
-        dims = shape.type.tensor_type.shape.dim
-        self._seed = np.ones([d.dim_value or 1 for d in dims], np.float32)
+            parameters.model_with_gradient_graph_path = str(self.saved_gradient)
+            parameters.model_with_training_graph_path = f"{self.saved_gradient}.training.onnx"
+        session = self.train_session_ = TrainingSession(
+            self.model_onnx.SerializeToString(),
+            parameters,
+            providers=device_to_providers(self.device),
+        )
+        *inputs, self._rate = (x.name for x in session.get_inputs())
+        self.input_names_ = [*inputs, self._rate]
+        self.output_names_ = [y.name for y in session.get_outputs()]
+        self._inputs = session.get_inputs()[:-1]
+        return session
 
     def fit(
         self,
@@ -99,44 +103,57 @@ class OrtGradientOptimizer(BaseEstimator):
     ) -> OrtGradientOptimizer:
         """Train; ``use_numpy`` is accepted for compatibility."""
         del use_numpy
-        if sample_weight is None and self.sample_weight_name in self.input_names_:
-            sample_weight = np.ones(len(X), np.float32)
-        self._fit(X, y, sample_weight, X_val, y_val)
+        self._check_optimizer()
+        initial = {tensor.name for tensor in self.model_onnx.graph.initializer}
+        inputs = [x.name for x in self.model_onnx.graph.input if x.name not in initial]
+        if len(inputs) != (2 if sample_weight is None else 3):
+            raise RuntimeError(
+                f"the model has the inputs {', '.join(inputs)}\n"
+                "hint: pass sample_weight if the third one takes weights of rows, else none"
+            )
+        session: TrainingSession = getattr(self, "train_session_", None) or self._start()
+        if not self.warm_start:
+            state = session.get_state()
+            session.load_state(noise_like({n: state[n] for n in self.weights_to_train}))
+        elif self._values is not None:
+            session.load_state(self._values)
+        try:
+            self._fit(X, y, sample_weight, X_val, y_val)
+        finally:
+            self._values = session.get_state()
         return self
 
-    def _feeds(self, batch: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        kinds = {x.name: x for x in self.train_session_.get_inputs()}
+    def _run(self, batch: Sequence[np.ndarray | None], rate: float) -> float:
+        rows = len(batch[0]) if batch[0] is not None else 0
         feeds = {}
-        for name, array in zip(self.input_names_, batch, strict=False):
-            rank = len(kinds[name].shape)
-            array = array.reshape(-1) if rank == 1 else array
-            kind = np.int64 if kinds[name].type == "tensor(int64)" else np.float32
-            feeds[name] = np.ascontiguousarray(array, dtype=kind)
-        for name in self.input_names_[len(feeds) :]:
-            feeds[name] = np.ones(len(batch[0]), np.float32)
-        return {**feeds, **self._values, self._cotangent: self._seed}
+        for x, given in zip(self._inputs, (*batch, None), strict=False):
+            array = np.ones(rows, np.float32) if given is None else given
+            array = array.reshape(-1) if len(x.shape) == 1 else array
+            kind = ir.DataType[x.type.removeprefix("tensor(").removesuffix(")").upper()]
+            feeds[x.name] = np.ascontiguousarray(array, dtype=kind.numpy())
+        feeds[self._rate] = np.array([rate], np.float32)
+        (loss,) = self.train_session_.run([self.loss_output_name], feeds)
+        return float(loss.reshape(-1)[0])
 
     def _batch(self, X: np.ndarray, y: np.ndarray, weight: np.ndarray | None = None) -> float:
-        batch = [a for a in (X, y, weight) if a is not None]
-        loss, *gradients = runtime.run(self.train_session_, self._results, self._feeds(batch))
-        for name, gradient in zip(self.weights_to_train, gradients, strict=True):
-            new, _ = self.learning_rate.update_weights(self._values[name], gradient, len(X), None)
-            self._values = {**self._values, name: new}
-        return float(loss.reshape(-1)[0])
+        return self._run((X, y, weight), self.learning_rate.value / len(X))
 
     def _evaluate(self, X: np.ndarray, y: np.ndarray, weight: np.ndarray | None = None) -> float:
-        batch = [a for a in (X, y, weight) if a is not None]
-        (loss,) = runtime.run(self.train_session_, self._results[:1], self._feeds(batch))
-        return float(loss.reshape(-1)[0])
+        return self._run((X, y, weight), 0.0)
+
+    @property
+    def trained_coef_(self) -> dict[str, np.ndarray]:
+        """Trained weights by name."""
+        return self.get_state()
 
     def get_state(self) -> dict[str, np.ndarray]:
         """Return the trained weights by name."""
-        return self.trained_coef_
+        return {n: np.array(a) for n, a in self._trained().items()}
 
-    def set_state(self, state_dict: dict[str, np.ndarray]) -> None:
-        """Set weights by name."""
-        values = dict(getattr(self, "_values", None) or self._initial())
-        strange = [n for n in state_dict if n not in values]
-        if strange:
-            raise ValueError(f"unknown weights: {', '.join(strange)}")
-        self._values = {n: np.array(state_dict.get(n, a)) for n, a in values.items()}
+    def set_state(self, state: dict[str, np.ndarray]) -> None:
+        """Set weights by name; ``fit`` continues from them with ``warm_start``."""
+        known = self._trained()
+        unknown = [n for n in state if n not in known]
+        if unknown:
+            raise ValueError(f"unknown weights: {', '.join(unknown)}")
+        self._values = {n: np.array(state.get(n, a)) for n, a in known.items()}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
+from onnxtrain.compat.onnxcustom.training.base_estimator import LOGGER
 from onnxtrain.compat.onnxcustom.utils.onnx_helper import (
     float_initializers,
     save_onnx_graph,
@@ -16,9 +17,11 @@ from onnxtrain.compat.onnxcustom.utils.onnx_helper import (
 )
 from onnxtrain.compat.onnxcustom.utils.onnxruntime_helper import (
     create_session,
+    device_to_providers,
     numpy_to_ort_value,
     ort_device_to_string,
     to_numpy,
+    vector_of,
 )
 from onnxtrain.compat.ort.agent import OrtValueCache, PartialGraphExecutionState, TrainingAgent
 from onnxtrain.compat.ort.graph_builder import (
@@ -36,17 +39,18 @@ class OrtGradientForwardBackward:
 
     Args:
         onnx_model: a model; it is not changed.
-        weights_to_train: names of initializers, in any order; all floats unless given.
+        weights_to_train: names of initializers, in their order, which must be alphabetical (see
+            ``onnx_rename_weights``); all floats unless given.
         input_names: of the model, unless given.
         output_names: which outputs to look at; all unless given.
         class_name: of the class of functions.
         sess_options: taken for old programs; sessions have the options that training wants.
-        providers: CPU or CUDA.
+        providers: CPU or CUDA; also ``"cpu"`` or ``"cuda"``.
         provider_options: as ``sess_options``.
         run_options: as ``sess_options``.
         graph_builder_config: as ``sess_options``.
         device_index: of the GPU.
-        enable_logging: as ``sess_options``.
+        enable_logging: log what is built and run under the name ``onnxcustom``.
         debug: as ``sess_options``.
     """
 
@@ -58,7 +62,7 @@ class OrtGradientForwardBackward:
         output_names: Sequence[str] | None = None,
         class_name: str | None = None,
         sess_options: Any = None,
-        providers: Sequence[str] | None = None,
+        providers: Sequence[str] | str | None = None,
         provider_options: Any = None,
         run_options: Any = None,
         graph_builder_config: Any = None,
@@ -73,6 +77,14 @@ class OrtGradientForwardBackward:
         absent = [n for n in weights if n not in known]
         if absent:
             raise ValueError(f"unknown float initializer: {absent} (expected one of {known})")
+        if weights != sorted(weights) or weights != [n for n in known if n in weights]:
+            raise ValueError(
+                f"weights_to_train must be in alphabetical order and in that of the initializers, "
+                f"got {weights}; the initializers are {known}\n"
+                "hint: rename them with onnx_rename_weights(onnx_model)"
+            )
+        if isinstance(providers, str):
+            providers = device_to_providers(providers)
         for provider in providers or ():
             if provider not in _PROVIDERS:
                 expected = expected_one_of(provider, _PROVIDERS)
@@ -91,7 +103,15 @@ class OrtGradientForwardBackward:
         self.enable_logging, self.debug = enable_logging, debug
         self._build()
 
+    def _log(self, text: str, *arguments: Any) -> None:
+        if self.enable_logging:
+            LOGGER.info(f"[OrtGradientForwardBackward] {text}", *arguments)
+
     def _build(self) -> None:
+        self._log("input_names=%r", self.input_names)
+        self._log("output_names=%r", self.output_names)
+        self._log("weights_to_train=%r", self.weights_to_train)
+        self._log("providers=%r", self.providers)
         device = _PROVIDERS[self.providers[0]]
         runtime.check_device(device)
         model = onnx.ModelProto()
@@ -135,6 +155,7 @@ class OrtGradientForwardBackward:
                 "_onx_out": [gradient_values.get(n, f"{n}_grad") for n in names],
                 "_bw_fetches_names": wanted,
                 "_gradient_names": gradient_values,
+                "_log": self._log,
             },
         )
 
@@ -187,21 +208,32 @@ class OrtGradientForwardBackwardFunction:
     _bw_fetches_names: ClassVar[list[str]]
     _output_names: ClassVar[list[str]]
     _gradient_names: ClassVar[dict[str, str]]
+    _log: ClassVar[Callable[..., None]]
 
     def __init__(self) -> None:
-        self.states_: list[tuple[PartialGraphExecutionState, list[Any]]] = []
+        self.states_: list[PartialGraphExecutionState] = []
         self.saved_tensors_: tuple[Any, ...] | None = None
 
+    @property
+    def input_names(self) -> list[str]:
+        """Names of features and weights."""
+        return self._grad_input_names
+
+    @property
+    def output_names(self) -> list[str]:
+        """Names of the gradients."""
+        return self._bw_fetches_names
+
     @staticmethod
-    def input_to_ort(tensors: Iterable[Any], devices: Any = None, debug: bool = False) -> list[Any]:
-        """Return values of onnxruntime."""
+    def input_to_ort(tensors: Iterable[Any], devices: Any = None, debug: bool = False) -> Any:
+        """Return an ``OrtValueVector``."""
         del devices, debug
-        return [numpy_to_ort_value(to_numpy(t), "cpu") for t in tensors]
+        return vector_of(numpy_to_ort_value(array) for array in _arrays(tensors))
 
     @staticmethod
     def device_name(device: Any) -> str:
-        """Return the name of a device."""
-        return ort_device_to_string(device)
+        """Return ``"Cpu"`` or ``"Gpu"``."""
+        return "Cpu" if ort_device_to_string(device) == "cpu" else "Gpu"
 
     def save_for_backward(self, inputs: Iterable[Any]) -> None:
         """Save values for the backward pass."""
@@ -216,49 +248,47 @@ class OrtGradientForwardBackwardFunction:
 
     def forward(
         self, inputs: Iterable[Any], training: bool = False, forward_outputs_cache: Any = None
-    ) -> list[Any]:
-        """Return the outputs for features and weights, in the order of the model.
+    ) -> Any:
+        """Return the outputs for features and weights, as ``OrtValueVector``.
 
         Args:
             inputs: features, then weights: arrays or values of onnxruntime.
             training: whether a backward pass will follow.
-            forward_outputs_cache: taken for old programs.
+            forward_outputs_cache: a vector from an earlier pass with the same shapes, to overwrite.
         """
         arrays = _arrays(inputs)
         names = self._grad_input_names
         if len(arrays) != len(names):
             raise CompatError(f"{len(arrays)} inputs given, the function takes {', '.join(names)}")
+        self._log("forward with shapes %r", [a.shape for a in arrays])
         if training:
-            state, outputs = PartialGraphExecutionState(), []
-            cache = self._cache if forward_outputs_cache is None else forward_outputs_cache
-            self._training_agent.run_forward(arrays, outputs, state, cache)
+            state = PartialGraphExecutionState()
+            cached = forward_outputs_cache is not None
+            outputs = forward_outputs_cache if cached else vector_of(())
+            self._training_agent.run_forward(arrays, outputs, state, self._cache)
             self.save_for_backward(arrays)
-            self.states_.append((state, [v.shape() for v in outputs]))
+            self.states_.append(state)
             return outputs
         feeds = dict(zip(names, arrays, strict=True))
         outputs = runtime.run(self._sess_eval, self._output_names, feeds)
-        return [numpy_to_ort_value(a) for a in outputs]
+        return vector_of(numpy_to_ort_value(a) for a in outputs)
 
-    def backward(
-        self, grad_outputs: Iterable[Any], backward_outputs_cache: Any = None
-    ) -> list[Any]:
+    def backward(self, grad_outputs: Iterable[Any], backward_outputs_cache: Any = None) -> Any:
         """Return the gradient of every input and weight, from the gradients of the outputs.
 
-        The last forward pass that had no backward pass yet is taken. What is not a float has a
-        gradient of ``None``.
+        The last forward pass that had no backward pass yet is taken. The result is an
+        ``OrtValueVector``; a list if an input is not a float, which has a gradient of ``None``.
         """
-        del backward_outputs_cache
         if not self.states_:
             raise RuntimeError("no forward pass is left\nhint: call forward with training=True")
-        state, shapes = self.states_.pop()
-        # onnxcustom accepts gradients of another shape with the same number of elements.
-        gradient_values = [
-            np.ascontiguousarray(grad_output.reshape(shape))
-            for grad_output, shape in zip(_arrays(grad_outputs), shapes, strict=True)
-        ]
-        gradients: list[Any] = []
-        self._training_agent.run_backward(gradient_values, gradients, state)
-        by_name = dict(zip(self._bw_fetches_names, gradients, strict=True))
+        given = _arrays(grad_outputs)
+        self._log("backward with shapes %r", [a.shape for a in given])
+        cached = backward_outputs_cache is not None
+        gradients = backward_outputs_cache if cached else vector_of(())
+        self._training_agent.run_backward(given, gradients, self.states_.pop())
+        if len(self._bw_fetches_names) == len(self._grad_input_names):
+            return gradients
+        by_name = {n: gradients[i] for i, n in enumerate(self._bw_fetches_names)}
         return [by_name.get(self._gradient_names.get(n, "")) for n in self._grad_input_names]
 
     def save_onnx_graph(

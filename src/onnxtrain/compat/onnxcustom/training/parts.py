@@ -9,23 +9,23 @@ from onnxtrain.compat.onnxcustom.utils.onnx_helper import save_onnx_graph
 
 
 class Part:
-    """An object with settings that can be compared, printed, pickled and saved."""
+    """An object with settings that can be compared, printed, pickled, copied and saved.
 
-    def get_params(self, deep: bool = False) -> dict[str, Any]:
-        """Return the settings."""
-        del deep
-        names = inspect.signature(type(self).__init__).parameters
-        return {n: getattr(self, n) for n in names if n != "self" and hasattr(self, n)}
+    It has no ``get_params``: scikit-learn's ``clone`` copies what is no estimator.
+    """
+
+    def _settings(self) -> str:
+        names = [n for n in inspect.signature(type(self).__init__).parameters if n != "self"]
+        return ", ".join(f"{n}={getattr(self, n)!r}" for n in names if hasattr(self, n))
 
     def __repr__(self) -> str:
-        settings = ", ".join(f"{k}={v!r}" for k, v in self.get_params().items())
-        return f"{type(self).__name__}({settings})"
+        return f"{type(self).__name__}({self._settings()})"
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and repr(self) == repr(other)
+        return type(self) is type(other) and self._settings() == other._settings()  # pyright: ignore[reportAttributeAccessIssue]
 
     def __hash__(self) -> int:
-        return hash(repr(self))
+        return hash((type(self), self._settings()))
 
     def __getstate__(self) -> dict[str, Any]:
         """Omit sessions and graphs, which are rebuilt."""

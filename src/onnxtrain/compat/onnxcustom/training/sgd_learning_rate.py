@@ -20,13 +20,17 @@ class BaseLearningRate(Part):
     """Base of all learning rates: a value that changes with each iteration."""
 
     eta0: float
-    value_: float
+    value_: float | None = None
+
+    def __repr__(self) -> str:
+        value = "" if self.value_ is None else f", value={self.value_!r}"
+        return f"{super().__repr__()}{value}"
 
     @property
     def value(self) -> float:
         """The current learning rate."""
-        if not hasattr(self, "value_"):
-            raise RuntimeError("call init_learning_rate first")
+        if self.value_ is None:
+            raise RuntimeError("the schedule has no value yet\nhint: call init_learning_rate()")
         return self.value_
 
     @property
@@ -47,7 +51,7 @@ class BaseLearningRate(Part):
         self.init_learning_rate()
         for i in range(n):
             yield self.value
-            self.update_learning_rate(i)
+            self.update_learning_rate(i + 1)
 
     def build_onnx_function(
         self, opset: Any = None, device: Any = "cpu", n_tensors: int = 1
@@ -85,7 +89,7 @@ class LearningRateSGD(BaseLearningRate):
         alpha: of the ``"optimal"`` schedule.
         power_t: of the ``"invscaling"`` schedule.
         learning_rate: ``"constant"``, ``"invscaling"`` (``eta0 / (t + 1)^power_t``) or
-            ``"optimal"`` (Bottou's, scaled to start at ``eta0``).
+            ``"optimal"`` (``eta0 t0 / (t0 + t)``, where ``t0`` follows from ``alpha``).
     """
 
     def __init__(
@@ -107,7 +111,7 @@ class LearningRateSGD(BaseLearningRate):
         """Reset to the initial state."""
         if self.learning_rate == "optimal":
             typical = np.sqrt(1.0 / np.sqrt(self.alpha))
-            first = typical / max(1.0, (1 + typical) / (1 + np.exp(typical)))
+            first = typical / max(1.0, (1 + typical) * 2)
             self.optimal_init_ = 1.0 / (first * self.alpha)
         self.value_ = float(self.eta0)
         return self
@@ -115,7 +119,7 @@ class LearningRateSGD(BaseLearningRate):
     def update_learning_rate(self, t: int) -> LearningRateSGD:
         """Update the value for iteration ``t``."""
         if self.learning_rate == "optimal":
-            self.value_ = self.eta0 * self.optimal_init_ / (self.optimal_init_ + t + 1)
+            self.value_ = self.eta0 * self.optimal_init_ / (self.optimal_init_ + t)
         elif self.learning_rate == "invscaling":
             self.value_ = self.eta0 / (t + 1) ** self.power_t
         return self

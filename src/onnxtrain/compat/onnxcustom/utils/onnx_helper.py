@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from onnxtrain.graph import shapes as S
 def onnx_rename_weights(onx: onnx.ModelProto) -> onnx.ModelProto:
     """Rename initializers to ``I0_x``, ``I1_y`` ... in place, in their order; return the model.
 
-    The old classes wanted sorted names; these do not, but programs may expect the new ones.
+    The classes that train want names in alphabetical order.
     """
     names = [tensor.name for tensor in onx.graph.initializer]
     width = len(str(max(len(names) - 1, 0)))
@@ -40,14 +41,62 @@ def _rename(graph: onnx.GraphProto, new: dict[str, str]) -> None:
         y.name = new.get(y.name, y.name)
 
 
-def replace_initializers(onx: onnx.ModelProto, values: dict[str, np.ndarray]) -> onnx.ModelProto:
-    """Return a copy of a model with other values of initializers."""
+def get_onnx_opset(onx: onnx.ModelProto, domain: str = "") -> int:
+    """Return the opset of a domain."""
+    for opset in onx.opset_import:
+        if opset.domain == domain:
+            return opset.version
+    raise ValueError(f"the model does not import the domain {domain!r}")
+
+
+def proto_type_to_dtype(proto_type: Any) -> type[np.generic]:
+    """Return the numpy type of ``TensorProto.FLOAT`` or ``"tensor(float)"``; double likewise."""
+    if proto_type in (onnx.TensorProto.FLOAT, "tensor(float)"):
+        return np.float32
+    if proto_type in (onnx.TensorProto.DOUBLE, "tensor(double)"):
+        return np.float64
+    raise ValueError(f"expected float or double, got {proto_type!r}")
+
+
+def dtype_to_var_type(dtype: Any) -> type[Any]:
+    """Return skl2onnx's type for a numpy type."""
+    from skl2onnx.common import data_types
+
+    names = {"float32": "Float", "float64": "Double", "int64": "Int64", "int32": "Int32"}
+    name = np.dtype(dtype).name
+    if name not in names:
+        raise ValueError(f"unknown type: {name} (expected one of {', '.join(names)})")
+    return getattr(data_types, f"{names[name]}TensorType")
+
+
+def add_initializer(model: onnx.ModelProto, name: str, value: np.ndarray) -> onnx.ModelProto:
+    """Return a copy of a model with one initializer more."""
+    if name in {tensor.name for tensor in model.graph.initializer}:
+        raise ValueError(f"the model already has an initializer {name!r}")
     copy = onnx.ModelProto()
-    copy.CopyFrom(onx)
-    for tensor in copy.graph.initializer:
-        if tensor.name in values:
-            array = np.ascontiguousarray(values[tensor.name])
-            tensor.CopyFrom(ir.to_proto(ir.Tensor(array, name=tensor.name)))
+    copy.CopyFrom(model)
+    tensor = ir.Tensor(np.ascontiguousarray(value), name=name)
+    copy.graph.initializer.append(ir.to_proto(tensor))
+    return copy
+
+
+def replace_initializers_into_onnx(
+    model: onnx.ModelProto, results: Mapping[str, Any]
+) -> onnx.ModelProto:
+    """Return a copy of a model with other values of initializers: arrays or OrtValues.
+
+    Raises:
+        RuntimeError: if the model lacks one of the names.
+    """
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    tensors = {tensor.name: tensor for tensor in copy.graph.initializer}
+    unknown = [name for name in results if name not in tensors]
+    if unknown:
+        raise RuntimeError(f"unknown initializer: {', '.join(unknown)}")
+    for name, value in results.items():
+        array = np.ascontiguousarray(value if isinstance(value, np.ndarray) else value.numpy())
+        tensors[name].CopyFrom(ir.to_proto(ir.Tensor(array, name=name)))
     return copy
 
 

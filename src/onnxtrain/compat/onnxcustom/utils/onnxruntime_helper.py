@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import onnx
 
-from onnxtrain.errors import CompatError
+from onnxtrain.compat.ort.state import own_value
 from onnxtrain.runtime import session as runtime
 
 _SMALL = 1 << 22  # bytes
+_KINDS = {"cpu": "cpu", "cuda": "cuda", "gpu": "cuda"}
+_PROVIDERS = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
 
 
 def _native() -> Any:
@@ -19,16 +22,34 @@ def _native() -> Any:
 
 def get_ort_device(device: Any) -> Any:
     """Return onnxruntime's device for ``"cpu"``, ``"cuda"``, ``"gpu"``, ``"cuda:1"`` or another."""
-    if not isinstance(device, str):
-        return device
-    kind, _, number = device.partition(":")
     native = _native().OrtDevice
-    index = int(number or 0)
-    if kind == "cpu":
-        return native(native.cpu(), native.default_memory(), index)
-    if kind in ("cuda", "gpu"):
-        return native(native.cuda(), native.default_memory(), index)
-    raise CompatError(f"unknown device: {device!r} (expected one of cpu, cuda, gpu, cuda:0)")
+    if isinstance(device, native):
+        return device
+    if not isinstance(device, str):
+        raise TypeError(f"expected a device or its name, got {type(device).__name__}")
+    kind, _, number = device.partition(":")
+    if kind not in _KINDS or (number and not number.isdigit()):
+        raise ValueError(f"unknown device: {device!r} (expected one of cpu, cuda, gpu, cuda:0)")
+    return native(getattr(native, _KINDS[kind])(), native.default_memory(), int(number or 0))
+
+
+def get_ort_device_type(device: Any) -> int:
+    """Return onnxruntime's number for a kind of device."""
+    return get_ort_device(device).device_type()
+
+
+def get_ort_device_from_session(sess: Any) -> Any:
+    """Return the device of a session."""
+    first = sess.get_providers()[0]
+    options = sess.get_provider_options().get(first, {})
+    return get_ort_device(f"{provider_to_device(first)}:{options.get('device_id', 0)}")
+
+
+def provider_to_device(provider_name: str) -> str:
+    """Return ``"cpu"`` or ``"cuda"`` for an execution provider."""
+    if provider_name not in _PROVIDERS:
+        raise ValueError(f"unknown provider: {provider_name!r} (expected one of {[*_PROVIDERS]})")
+    return _PROVIDERS[provider_name]
 
 
 def ort_device_to_string(device: Any) -> str:
@@ -53,16 +74,18 @@ def runtime_device(device: Any) -> str:
     return kind
 
 
-def numpy_to_ort_value(array: np.ndarray, device: Any = "cpu") -> Any:
-    """Return an OrtValue with the content of an array."""
-    kind = ort_device_to_string(device).partition(":")[0].replace("gpu", "cuda")
-    factory = runtime.import_onnxruntime().OrtValue
-    if kind != "cpu" or not array.size:
-        return factory.ortvalue_from_numpy(np.ascontiguousarray(array), kind, 0)
-    # Memory of its own: ``value.numpy()`` is a view, which would outlive a shared array.
-    value = factory.ortvalue_from_shape_and_type(list(array.shape), array.dtype.type, kind, 0)
-    value.update_inplace(np.ascontiguousarray(array).reshape(array.shape))
-    return value
+def numpy_to_ort_value(array: np.ndarray, device: Any = None) -> Any:
+    """Return a C++ OrtValue with a copy of an array; on the CPU without a device."""
+    kind = "cpu" if device is None else runtime_device(device)
+    return own_value(array, kind)._ortvalue
+
+
+def vector_of(values: Iterable[Any]) -> Any:
+    """Return an ``OrtValueVector`` of OrtValues."""
+    vector = _native().OrtValueVector()
+    for value in values:
+        vector.push_back(getattr(value, "_ortvalue", value))
+    return vector
 
 
 def to_numpy(value: Any) -> np.ndarray:

@@ -14,8 +14,7 @@ from onnxtrain.compat.onnxcustom.training.sgd_learning_penalty import ElasticLea
 from onnxtrain.errors import CompatError, expected_one_of
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.io.writer import finalize
-from onnxtrain.losses.classification import BCE
+from onnxtrain.graph.io.writer import strip_traces
 
 LOSS_PREFIX = "loss/"  # names that the loss adds; its constants are not weights
 _SCORES = ("squared_error", "l2", "absolute_error", "l1", "elastic", "log")
@@ -45,8 +44,9 @@ def add_loss_output(
 
     Args:
         onx: a model; it is not changed.
-        score_name: ``squared_error``, ``absolute_error``, ``elastic`` (``l1_weight``,
-            ``l2_weight``) or ``log`` (``eps``), of two columns of probabilities.
+        score_name: ``squared_error``, ``absolute_error`` or ``elastic`` (``l1_weight``,
+            ``l2_weight``), summed; ``log`` (``eps``), the mean over rows for two columns of
+            probabilities and labels ``[N, 1]``.
         loss_name: of the new output.
         label_name: of the new input.
         weight_name: of an input for weights of rows, if there is to be one.
@@ -60,12 +60,18 @@ def add_loss_output(
     work = load_normalized(onx).model
     graph = work.graph
     predicted = _prediction(graph, output_index)
+    _rename_value(graph, label_name, predicted)
     op = OpBuilder(graph, LOSS_PREFIX)
+    rows = (S.dims_of(predicted) or [None])[0]
     each = _score(op, predicted, score_name, label_name, kwargs)
+    assert each.dtype is not None
     if weight_name is not None:
-        weight = op.input(weight_name, ir.DataType.FLOAT, [op.dims(predicted)[0]])
+        weight = op.input(weight_name, each.dtype, [rows])
         each = op.Mul(each, op.Unsqueeze(weight, [1]))
-    total = op.ReduceSum(each, keepdims=1)
+    if score_name == "log":
+        total = op.Reshape(op.ReduceMean(each, keepdims=0), [1, 1])
+    else:
+        total = op.ReduceSum(each, keepdims=1)
     for name, settings in (penalty or {}).items():
         if name not in graph.initializers:
             raise CompatError(
@@ -80,7 +86,9 @@ def add_loss_output(
     total.shape = ir.Shape([1, 1])
     graph.outputs.clear()
     graph.outputs.extend([total, predicted])
-    return finalize(work)
+    # Not checked: skl2onnx leaves out shapes that it does not know, for which onnx's checker asks.
+    strip_traces(work)
+    return ir.to_proto(work)
 
 
 def _prediction(graph: ir.Graph, output_index: int | str | None) -> ir.Value:
@@ -96,21 +104,22 @@ def _prediction(graph: ir.Graph, output_index: int | str | None) -> ir.Value:
         raise CompatError(
             f"the model has {len(outputs)} outputs\nhint: select one with output_index=..."
         )
-    if S.dims_of(outputs[0]) is None:
-        raise CompatError(f"{outputs[0].name!r} has unknown rank")
     return outputs[0]
+
+
+def _rename_value(graph: ir.Graph, name: str, predicted: ir.Value) -> None:
+    """Free a name: classifiers of skl2onnx compute a value called ``label``."""
+    for node in graph:
+        for y in node.outputs:
+            if y.name == name and y is not predicted:
+                y.name = f"_{name}_"
 
 
 def _score(
     op: OpBuilder, predicted: ir.Value, score_name: str, label_name: str, kwargs: Mapping[str, Any]
 ) -> ir.Value:
     if score_name == "log":
-        rows = op.dims(predicted)[0]
-        label = op.input(label_name, ir.DataType.INT64, [rows])
-        y = op.Unsqueeze(op.cast(label, predicted.dtype), [1])
-        eps = float(kwargs.get("eps", 1e-6))
-        yes = op.Clip(op.Slice(predicted, [1], [2], [1]), eps, 1.0 - eps)
-        return BCE(reduction="none").per_element(op, yes, y)
+        return _log_likelihood(op, predicted, label_name, float(kwargs.get("eps", 1e-6)))
     dtype = predicted.dtype
     assert dtype is not None
     label = op.input(label_name, dtype, list(op.dims(predicted)))
@@ -121,3 +130,31 @@ def _score(
         return op.Abs(d)
     l1, l2 = float(kwargs.get("l1_weight", 0.5)), float(kwargs.get("l2_weight", 0.5))
     return op.Add(op.Mul(op.Abs(d), l1), op.Mul(op.Mul(d, d), l2))
+
+
+def _log_likelihood(op: OpBuilder, predicted: ir.Value, label_name: str, eps: float) -> ir.Value:
+    """Emit ``-log`` of the probability of each label, from clipped and normalized ones."""
+    dtype = predicted.dtype
+    assert dtype is not None
+    rows = (S.dims_of(predicted) or [None])[0]
+    label = op.input(label_name, ir.DataType.INT64, [rows, 1])
+    clipped = op.Clip(predicted, op.const(eps, dtype), op.const(1.0 - eps, dtype))
+    logarithm = op.Log(op.Div(clipped, op.ReduceSum(clipped, [1], keepdims=1)))
+    yes = op.cast(label, dtype)
+    expected = op.Concat(op.Sub(op.const(1.0, dtype), yes), yes, axis=1)
+    return op.Neg(op.ReduceSum(op.Mul(logarithm, expected), [1], keepdims=1))
+
+
+def _rewrite_op_no_grad(onx: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model with ``1 / x`` for each Reciprocal, as onnxcustom does for its engine."""
+    work = ir.from_proto(onx)
+    for node in list(work.graph):
+        if node.op_type == "Reciprocal" and node.domain == "":
+            (x,), (y,) = node.inputs, node.outputs
+            op = OpBuilder(work.graph, LOSS_PREFIX)
+            one = op.const(1.0, y.dtype or ir.DataType.FLOAT)
+            divide = ir.node("Div", [one, x], outputs=[ir.Value(type=y.type, shape=y.shape)])
+            ir.convenience.replace_nodes_and_values(
+                work.graph, node, [node], [divide], [y], divide.outputs
+            )
+    return ir.to_proto(work)
