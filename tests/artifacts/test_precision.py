@@ -177,6 +177,17 @@ def test_infinite_gradients_change_only_the_scale() -> None:
         "optim/skipped/loss_scale",
     }
     assert after["optim/scale/loss_scale"] == before["optim/scale/loss_scale"] / 2
+    assert not result.updated
+
+
+def test_not_a_number_in_a_batch_changes_nothing() -> None:
+    trainer = Trainer(made("cnn", "fp16-mixed"), threads=1)
+    x, labels = batches("cnn", 1)[0]
+    before = trainer.state_dict()
+    x[0] = np.nan
+    assert not trainer.step(x, labels).updated
+    after = trainer.state_dict()
+    assert [n for n in before if not np.array_equal(before[n], after[n])] == []
 
 
 def test_accumulation_and_clipping() -> None:

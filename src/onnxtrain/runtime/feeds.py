@@ -150,7 +150,7 @@ def has_shape(array: np.ndarray, sizes: Sequence[int | str]) -> bool:
 
 
 def match_target(spec: TensorSpec, array: np.ndarray, where: str = " of the batch") -> np.ndarray:
-    """Return a target in the form that the loss reads.
+    """Return a target as the loss reads it.
 
     Data sets omit a last axis of size 1 that the model has, or have one that the model omits. Rows
     of one-hot labels become class indices.

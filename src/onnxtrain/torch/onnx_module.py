@@ -153,13 +153,14 @@ class OnnxModule(nn.Module):
 
     def _normal_form(self, target: str) -> Prepared:
         """Return the model with the requested outputs in the normal form for a target."""
-        if target not in self._bases:
+        base = self._bases.get(target)
+        if base is None:
             base = normalize(self._source.clone(), target, weights_exposed=True)
             names = self._settings["outputs"]
             if names is not None:
                 base.graph.outputs[:] = select_outputs(base, names)
             self._bases[target] = base
-        return self._bases[target]
+        return base
 
     def _add(self, x: ir.Value, *, trains: bool) -> _Tensor:
         """Register a tensor in a tree of modules: ``encoder.0.weight`` is in ``encoder``, ``0``.

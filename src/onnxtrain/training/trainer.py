@@ -269,15 +269,19 @@ class Trainer(SummaryRepr):
     def step(self, *batch: Any, **named: Any) -> StepResult:
         """Train on one batch, given by position or by name.
 
-        If the loss is infinite or NaN, nothing changes, and ``updated`` is false.
+        If the loss is infinite or NaN, no parameter changes, and ``updated`` is false. With loss
+        scaling, a batch of finite values then halves the scale.
 
         Raises:
             ShapeError: if the batch or a label does not fit the model; nothing changes then.
         """
-        outputs = self.compute(self._feed(batch, named))
-        if not is_finite(outputs[self.loss_name]):
-            return self._outputs.result(outputs, self.global_step + 1, updated=False)
-        return self.commit(outputs)
+        feeds = self._feed(batch, named)
+        outputs = self.compute(feeds)
+        if is_finite(outputs[self.loss_name]):
+            return self.commit(outputs)
+        if self.manifest.options.get("loss_scale") and all(map(is_finite, feeds.values())):
+            return dataclasses.replace(self.commit(outputs), updated=False)
+        return self._outputs.result(outputs, self.global_step + 1, updated=False)
 
     @exclusive
     def compute(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
