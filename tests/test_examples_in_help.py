@@ -24,7 +24,7 @@ from onnxtrain.options import flags
 from onnxtrain.registry import Registry
 from onnxtrain.training import Trainer
 from onnxtrain.training.fit import FitOptions
-from tests.artifacts.models import classifier
+from tests.artifacts.models import classifier, data
 
 SCORES = [LossTerm("cross_entropy", output="scores")]
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,16 +40,21 @@ WITH_OPTIONS = re.compile(r"\b([a-z_0-9]+:[a-z_]+=[^\s`\"',;)]+(?:,[a-z_]+=[^\s`
 def test_examples_in_help_texts() -> None:
     checked = []
     for name, text in TEXTS:
-        words = [w.strip() for w in text.removesuffix(" ...").split(",")]
+        listing = text.removesuffix(" ...").removeprefix("Metric of the validation data: ")
+        words = [w.strip() for w in listing.split(",")]
         for word in words if name in (*KINDS, "metrics") else ():
-            if name == "metrics":
+            if name == "metrics" and listing != text:
+                artifacts = build(classifier(), loss=SCORES, optimizer="sgd")
+                evaluation = Trainer(artifacts).evaluate(data(9), metrics=[word])
+                assert list(evaluation.metrics) == [word]
+            elif name == "metrics":
                 metric = word.replace("top_5", "top_2")  # this model has three classes
                 build(classifier(), loss=SCORES, optimizer="sgd", metrics=[metric])
             elif " " not in word:
                 example = {"cosine": "cosine:total=9", "one_cycle": "one_cycle:total=9"}
                 KINDS[name].make(example.get(word, word), {})
             checked.append(word)
-    assert {"step:step_size=10", "sgd:momentum=0.9", "mse:reduction=sum"} <= set(checked)
+    assert {"step:step_size=10", "sgd:momentum=0.9", "mse:reduction=sum", "auc"} <= set(checked)
 
 
 @pytest.mark.parametrize("function", [build, Trainer.fit, optim.resolve])

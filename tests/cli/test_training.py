@@ -226,13 +226,16 @@ def test_invalid_data_files(place: Path) -> None:
         "cut.npz": (packed[: len(packed) // 2], "not an .npz file of arrays: "),
         "damaged.npz": (bytes(damaged), "not an .npz file of arrays: "),
         "giant.npz": (giant(), "not an .npz file of arrays: "),
-        "nowhere.npz": (None, "cannot be read: No such file or directory"),
     }
     for name, (content, message) in contents.items():
         if content is not None:
             (place / name).write_bytes(content)
         with pytest.raises(OnnxTrainError, match=f"{name}: {message}(.|\n)*hint: numpy.savez"):
             run("train", place / "art", "--data", place / name)
+    with pytest.raises(
+        OnnxTrainError, match=r"tran.npz: no such file or folder\nhint: .* has 'train.npz', "
+    ):
+        run("train", place / "art", "--data", place / "tran.npz")
     os.mkfifo(place / "pipe.npz")
     with pytest.raises(OnnxTrainError, match=r"pipe.npz: cannot be read: not a regular file"):
         run("eval", place / "art", "--data", place / "pipe.npz")
@@ -341,3 +344,48 @@ def test_build_over_a_trained_directory(place: Path) -> None:
     assert not (place / "other.onnx").exists()
     with pytest.raises(CheckpointError, match="this run started from other weights"):
         run("train", art, "--data", place / "train.npz", "--quiet", "--resume", "--epochs", 2)
+
+
+def test_monitor_is_checked_before_the_first_epoch(place: Path) -> None:
+    common = ("train", place / "art", "--data", place / "train.npz", "--quiet")
+    with pytest.raises(
+        OnnxTrainError,
+        match=r"unknown monitor: 'val_acc' .*\nhint: --validation FILE --monitor val_accuracy$",
+    ):
+        run(*common, "--monitor", "val_acc")
+    with pytest.raises(OnnxTrainError, match=r"unknown monitor: .*\nhint: --metric f1 --monitor v"):
+        run(*common, "--monitor", "val_f1", "--validation", place / "test.npz")
+    assert not list((place / "art" / "run").glob("checkpoints/*"))
+    run(*common, "--validation", place / "test.npz", "--metric", "f1", "--monitor", "val_f1")
+    rows = (place / "art" / "run" / "metrics.jsonl").read_text().splitlines()
+    assert "val_f1" in json.loads(rows[-1])
+
+
+def test_metrics_of_eval(place: Path) -> None:
+    common = ("eval", place / "art", "--data", place / "test.npz")
+    words = ("--metric", "f1", "--metric", "confusion_matrix")
+    printed = run(*common, *words).splitlines()
+    values = json.loads(run(*common, *words, "--json"))
+    assert [line.split()[0] for line in printed[:4]] == [
+        *("loss", "accuracy", "f1", "confusion_matrix"),
+    ]
+    assert printed[2] == f"f1 {values['f1']:.6g}"
+    assert np.sum(values["confusion_matrix"]) == 80
+
+
+def test_resume_with_fewer_epochs_says_that_nothing_is_left(place: Path) -> None:
+    common = ("train", place / "art", "--data", place / "train.npz")
+    run(*common, "--epochs", 2)
+    before = (place / "art" / "checkpoint").read_bytes()
+    output = run(*common, "--epochs", 1, "--resume")
+    assert output.replace("\n", "").endswith(
+        "trained to step 10 (nothing to train: the run has 2 epochs; --epochs 3 continues it)"
+    )
+    assert (place / "art" / "checkpoint").read_bytes() == before
+    assert "trained to step 15\n" in run(*common, "--epochs", 3, "--resume")
+
+
+def test_help_lists_commands_in_the_order_of_use() -> None:
+    result = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"})
+    listed = re.findall(r"^│ ([a-z][a-z-]*) ", result.output, re.MULTILINE)
+    assert listed[:7] == ["example", "explain", "build", "lr-find", "train", "eval", "export"]

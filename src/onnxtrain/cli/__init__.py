@@ -23,20 +23,21 @@ from onnxtrain.cli.runs import (
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
+    # The help text lists them in this order: that of a first run, then what fewer people need.
+    app.command("example")(example)
     app.command("explain")(explain)
-    app.command("plan")(plan)
-    app.command("grad")(grad)
-    app.command("ops")(ops)
     app.command("build")(build)
     app.command("lr-find")(lr_find)
     app.command("train")(train)
-    app.command("finetune")(finetune)
     app.command("eval")(evaluate)
-    app.command("profile")(profile)
     app.command("export")(export)
+    app.command("finetune")(finetune)
+    app.command("plan")(plan)
+    app.command("profile")(profile)
+    app.add_typer(federate, name="federate")
+    app.command("grad")(grad)
+    app.command("ops")(ops)
     app.command("lower")(lower)
     app.command("check")(check)
     app.command("profiles")(profiles)
     app.add_typer(probe, name="probe")
-    app.add_typer(federate, name="federate")
-    app.command("example")(example)

@@ -69,6 +69,9 @@ def train(
 def evaluate(
     directory: Directory,
     data: Data,
+    metric: Annotated[
+        list[str] | None, Option(help="Metric besides those of the build: f1, auc, top_3 ...")
+    ] = None,
     checkpoint: Checkpoint = None,
     batch_size: Annotated[
         int | None, Option(help="Batch size. Default: 256, or the model's fixed batch size.")
@@ -81,12 +84,15 @@ def evaluate(
     trainer = Trainer(directory, device=device, threads=threads)
     if checkpoint is not None:
         trainer.load(checkpoint)
-    evaluation = trainer.evaluate(data, batch_size=batch_size)
+    evaluation = trainer.evaluate(data, batch_size=batch_size, metrics=metric or ())
     if as_json:
         typer.echo(json.dumps({**evaluation.to_dict(), "samples": evaluation.samples}))
         return
     for name, value in evaluation.to_dict().items():
-        typer.echo(f"{name} {value:.6g}")
+        if isinstance(value, list):
+            typer.echo(f"{name}\n{np.array(value)}")
+        else:
+            typer.echo(f"{name} {value:.6g}")
 
 
 def profile(

@@ -221,9 +221,8 @@ class LossContext:
         if name not in inner:
             outputs = [y.name or "" for y in self.own]
             near = difflib.get_close_matches(name, [*outputs, *inner], n=3, cutoff=0.5)
-            raise PrepareError(
-                f"unknown output: {name!r}\nhint: the model has {', '.join(near or outputs)}"
-            )
+            known = dict.fromkeys([*near, *outputs])
+            raise PrepareError(f"unknown output: {name!r}\nhint: the model has {', '.join(known)}")
         return inner[name]
 
     def new_input(self, name: str, target: TargetSpec) -> ir.Value:

@@ -7,6 +7,7 @@ file is one section per reader: tables of text, columns to arrays, images, .npz 
 from __future__ import annotations
 
 import csv
+import difflib
 import importlib.util
 import io
 import json
@@ -77,12 +78,28 @@ def read_data(
     path, known = Path(path), {name: list(texts) for name, texts in (classes or {}).items()}
     if path.is_dir():
         return DataFile(*read_image_folder(path, specs, known))
+    if not path.exists():
+        raise OnnxTrainError(f"{path}: no such file or folder\nhint: {_nearby(path)}")
     if path.suffix.lower() not in (*DELIMITERS, *_JSON_LINES_SUFFIXES):
         columns, origin = read_npz(path), Origin(str(path))
     else:
         columns, lines = _columns(path)
         origin = Origin(str(path), lines)
     return DataFile(*arrays_of(columns, specs, known, origin), origin)
+
+
+def _nearby(path: Path) -> str:
+    """Return the data files beside a path that does not exist, similar names first."""
+    folder = path.parent
+    known = (".npz", *DELIMITERS, *_JSON_LINES_SUFFIXES)
+    try:
+        names = sorted(p.name for p in folder.iterdir() if p.suffix.lower() in known)
+    except OSError:
+        return f"{folder} is not a folder"
+    if not names:
+        return f"data is a file ({', '.join(known)}) or a folder of images per class"
+    near = difflib.get_close_matches(path.name, names, n=len(names))
+    return f"{folder.resolve()} has {quote_names(list(dict.fromkeys([*near, *names])))}"
 
 
 def read_images(

@@ -229,14 +229,11 @@ class Run:
         self.best = self._best_epoch()
         if self.options.patience is not None:
             self.callbacks.append(EarlyStopping(self.options.patience, self.options.monitor))
-        self.metrics = Metrics(trainer, self.options.metrics)
+        self.metrics = Metrics(trainer, options.metrics)
         self.base_lr = trainer.lr if options.lr is None else options.lr
         self.first_step = trainer.global_step
-        self.rotation: CheckpointRotation | None = None
-        if options.directory is not None:
-            self.rotation = CheckpointRotation(
-                options.directory / CHECKPOINTS, self.options.keep or 1
-            )
+        folder = options.directory and options.directory / CHECKPOINTS
+        self.rotation = folder and CheckpointRotation(folder, self.options.keep or 1)
         self.means = Mean()
         self.history = History([], [], "", None)
         self.records: MetricsWriter | None = None
@@ -258,8 +255,9 @@ class Run:
             self.resumed = stored.kept_options(options, seed, self.schedule)
             if stored.validated and self.validation is None:
                 self.resumed += "; without validation data, which the run had before"
-            trainer.restore(loaded)
         self._check_monitors()
+        if loaded is not None:
+            trainer.restore(loaded)
         trainer.classes = self.source.classes
         trainer.best_checkpoint = None if self.rotation is None else self.rotation.best
         # Weights that are infinite on purpose, such as a mask.
@@ -352,7 +350,7 @@ class Run:
             self._load_history(self.records.rows)
         self.show = display(options.progress)
         self.show.start(self.epochs, self.total_steps, trainer.global_step - self.first_step)
-        if self.resumed:
+        if self.resumed and not self.stop:
             self.show.line(f"resumed at step {trainer.global_step}: {self.resumed}")
         try:
             with self.records or nullcontext(), self._interruptible():
@@ -536,6 +534,11 @@ class Run:
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{label}: not a checkpoint of a run: {error}") from error
         check_remaining_schedule(self.schedule, self.base_lr, done, self.total_steps)
+        if self.epoch >= self.epochs:
+            self.stop = (
+                f"nothing to train: the run has {self.epoch} epochs; "
+                f"{argument('epochs', self.epoch + 1)} continues it"
+            )
 
     def _load_history(self, rows: list[Record]) -> None:
         self.history.steps += [r for r in rows if r.get("kind") == "step"]
@@ -669,10 +672,14 @@ class ResumeState:
             changed["batches per epoch"] = (self.batches, batches)
         if changed:
             listing = ", ".join(f"{n} was {a}, not {b}" for n, (a, b) in changed.items())
+            finish = by_caller(
+                f"fit(..., resume=True, epochs={self.epoch + 1}) with the same options",
+                f"--resume --epochs {self.epoch + 1} and no other options",
+            )
             raise OnnxTrainError(
                 f"cannot resume in epoch {self.epoch + 1} after {self.batch} of its batches: "
                 f"{listing}\n"
-                "hint: finish this epoch with the same options, then change them"
+                f"hint: finish this epoch first: {finish}"
             )
 
     def new_schedule(self, options: FitOptions, total: int | None) -> Schedule:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 _LINE_INTERVAL = 10.0  # seconds between lines
+_BAR_AND_TIME = 8 + 7 + 4  # columns of a short bar, of the time left, and of the gaps
 _SMOOTHING = 0.95  # decay of the moving averages of speed and loss
 
 
@@ -89,7 +90,10 @@ class _Throughput:
 
 
 class Bar:
-    """A progress bar: epoch, steps, loss, learning rate, samples per second, time left."""
+    """A progress bar: epoch, steps, loss, learning rate, samples per second, time left.
+
+    In a narrow terminal it leaves out speed and learning rate, so that nothing is cut.
+    """
 
     def __init__(self, console: Console, unit: str = "samples") -> None:
         self._console, self._throughput, self._unit = console, _Throughput(), unit
@@ -104,11 +108,11 @@ class Bar:
             refresh_per_second=8,
         )
         self._task: Any = None
-        self._epochs = 0
+        self._epochs, self._total = 0, 0
 
     def start(self, epochs: int, total: int | None, done: int) -> None:
         """Start the display."""
-        self._epochs = epochs
+        self._epochs, self._total = epochs, total or 0
         self._task = self._progress.add_task(
             "training", total=total, completed=done, metrics="", start=True
         )
@@ -117,19 +121,48 @@ class Bar:
     def step(self, epoch: int, loss: float, lr: float, samples: int) -> None:
         """Advance by one step."""
         self._throughput.add(loss, samples)
-        speed = f"{self._throughput.speed:,.0f} {self._unit}/s"
-        metrics = f"loss {self._throughput.loss:.4f}  lr {lr:.2e}  {speed}"
+        description = f"epoch {epoch}/{self._epochs}"
         self._progress.update(
-            self._task, advance=1, description=f"epoch {epoch}/{self._epochs}", metrics=metrics
+            self._task, advance=1, description=description, metrics=self._metrics(description, lr)
         )
 
+    def _metrics(self, description: str, lr: float) -> str:
+        """Return the values that fit beside the other columns."""
+        loss = f"loss {self._throughput.loss:.4f}"
+        speed = f"{self._throughput.speed:,.0f} {self._unit}/s"
+        counts = 2 * max(len(str(self._total)), 6) + 1
+        left = self._console.width - len(description) - counts - _BAR_AND_TIME
+        for parts in ((loss, f"lr {lr:.2e}", speed), (loss, speed), (loss,)):
+            text = "  ".join(parts)
+            if len(text) <= left:
+                return text
+        return ""
+
     def line(self, text: str) -> None:
-        """Print above the bar."""
-        self._progress.console.print(text, highlight=False, markup=False)
+        """Print above the bar, folded between values if it is longer than the terminal is wide."""
+        self._progress.console.print(
+            _fold(text, self._console.width), highlight=False, markup=False
+        )
 
     def stop(self) -> None:
         """Stop updating the bar."""
         self._progress.stop()
+
+
+def _fold(text: str, width: int) -> str:
+    """Break a line between values, which two spaces separate, so that no value is broken.
+
+    >>> print(_fold("epoch 1/3  loss 0.5  val_loss 0.6", 24))
+    epoch 1/3  loss 0.5
+      val_loss 0.6
+    """
+    lines = [""]
+    for part in text.split("  "):
+        if lines[-1] and len(lines[-1]) + 2 + len(part) > width:
+            lines.append(f"  {part}")
+        else:
+            lines[-1] += f"  {part}" if lines[-1] else part
+    return "\n".join(lines)
 
 
 class Lines:
