@@ -43,7 +43,7 @@ def test_examples_in_help_texts() -> None:
         listing = text.removesuffix(" ...").removeprefix("Metric of the validation data: ")
         words = [w.strip() for w in listing.split(",")]
         for word in words if name in (*KINDS, "metrics") else ():
-            if name == "metrics" and listing != text:
+            if name == "metrics" and "validation" in text:
                 artifacts = build(classifier(), loss=SCORES, optimizer="sgd")
                 evaluation = Trainer(artifacts).evaluate(data(9), metrics=[word])
                 assert list(evaluation.metrics) == [word]
