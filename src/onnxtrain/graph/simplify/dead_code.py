@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import onnx
 import onnx_ir as ir
-import onnx_ir.passes.common as passes
 
 from onnxtrain.graph.nodes import is_op, is_standard, nodes, stops_gradient, subgraphs_of
+from onnxtrain.graph.shapes.values import schema_of
 from onnxtrain.graph.simplify.peephole import rewrite
 
+_OPTIONAL = onnx.defs.OpSchema.FormalParameterOption.Optional
 RANDOM_OPS = frozenset(
     {
         "Bernoulli",
@@ -41,9 +43,22 @@ def simplify(model: ir.Model) -> ir.Model:
 
 
 def remove_dead(model: ir.Model) -> None:
-    """Remove nodes, optional outputs and initializers that no output depends on."""
-    remove_dead_nodes(model.graph)
-    passes.RemoveUnusedNodesPass()(model)
+    """Remove nodes, optional outputs and initializers that no output depends on.
+
+    Releases of onnx-ir differ in which outputs of BatchNormalization their pass may remove: without
+    ``training_mode`` it would normalize by other statistics. So this does not depend on the pass.
+    """
+    graph = model.graph
+    _remove_dead(graph, graph.opset_imports.get(""))
+    for function in model.functions.values():
+        _remove_dead(function, function.opset_imports.get(""))
+    unused = [
+        name
+        for name, x in graph.initializers.items()
+        if not (x.uses() or x.is_graph_output() or x.is_graph_input())
+    ]
+    for name in unused:
+        del graph.initializers[name]
 
 
 def remove_dead_nodes(graph: ir.Graph) -> None:
@@ -51,9 +66,16 @@ def remove_dead_nodes(graph: ir.Graph) -> None:
 
     Initializers stay, because a builder may reuse them.
     """
+    _remove_dead(graph, None, live=False)
+
+
+def _remove_dead(graph: ir.Graph | ir.Function, opset: int | None, *, live: bool = True) -> None:
+    """Remove dead nodes; with ``live``, also what is unused within the other nodes."""
     dead = []
     for node in reversed(graph):
         if any(y.uses() or y.is_graph_output() for y in node.outputs):
+            if live:
+                _remove_unused_within(node, opset)
             continue
         dead.append(node)
         _detach(node)
@@ -61,6 +83,38 @@ def remove_dead_nodes(graph: ir.Graph) -> None:
             for inner in body.all_nodes():
                 _detach(inner)
     graph.remove(dead)
+
+
+def _remove_unused_within(node: ir.Node, opset: int | None) -> None:
+    """Remove dead nodes of bodies, unused optional outputs, and trailing inputs without a value."""
+    for body in subgraphs_of(node):
+        _remove_dead(body, opset)
+    present = [i for i, x in enumerate(node.inputs, 1) if x is not None]
+    node.resize_inputs(present[-1] if present else 0)
+    schema = None
+    if opset is not None and is_standard(node):
+        schema = schema_of(node.op_type, opset, node.domain)
+    if schema is None or _trains(node, schema):
+        return
+    for y, formal in zip(node.outputs, schema.outputs, strict=False):
+        if formal.option == _OPTIONAL and not (y.uses() or y.is_graph_output()):
+            y.name = ""
+    if any(formal.option == _OPTIONAL for formal in schema.outputs):
+        present = [i for i, y in enumerate(node.outputs, 1) if y.name]
+        node.resize_outputs(present[-1])
+
+
+def _trains(node: ir.Node, schema: onnx.defs.OpSchema) -> bool:
+    """Return whether a BatchNormalization may normalize by the statistics of the batch.
+
+    Before opset 14 the number of outputs decides that, since then an attribute.
+    """
+    if node.op_type != "BatchNormalization":
+        return False
+    if "training_mode" not in schema.attributes:
+        return True
+    mode = node.attributes.get("training_mode")
+    return mode is not None and (mode.is_ref() or mode.value != 0)
 
 
 def _detach(node: ir.Node) -> None:
