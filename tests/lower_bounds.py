@@ -1,7 +1,8 @@
-"""The oldest releases that ``pyproject.toml`` allows: ``python tests/lower_bounds.py FOLDER``.
+"""The oldest and the newest releases that ``pyproject.toml`` allows: ``make lower-bounds``.
 
-``make lower-bounds`` installs them into an environment of their own and runs :data:`FAST` there.
-It needs only the standard library.
+``python tests/lower_bounds.py FOLDER [oldest|newest]`` installs them into environments of their
+own and runs :data:`FAST` and :data:`EXTRA` there. It needs only the standard library. On Linux the CPU build of torch
+is enough; an index that has it is set in the environment (``PIP_EXTRA_INDEX_URL``).
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import subprocess
 import sys
 import tomllib
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("hypothesis", "jsonschema", "pytest", "pytest-randomly", "pytest-xdist", "safetensors")
+EXTRAS = ("cpu", "torch")
 FAST = (
     *("tests/artifacts/test_checkpoint.py", "tests/artifacts/test_directory.py"),
     *("tests/artifacts/test_vector_models.py", "tests/autodiff/test_scan.py"),
@@ -26,15 +29,22 @@ FAST = (
     *("tests/training/test_checkpoint_metadata.py", "tests/training/test_shown.py"),
 )
 """Loading, gradients, a step, files and lowering; none of them needs torch."""
+EXTRA = ("tests/torch/test_values_across_releases.py",)
+"""Values compared with torch: batch normalization, dropout, LSTM, attention."""
+
+
+def required(extras: Sequence[str] = ()) -> list[str]:
+    """Return the requirements of the package, and those of extras."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    wanted = list(project["dependencies"])
+    for extra in extras:
+        wanted += project["optional-dependencies"][extra]
+    return wanted
 
 
 def oldest(extra: str | None = None) -> list[str]:
     """Return ``name==version`` for every requirement, and those of an extra."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    wanted = list(project["dependencies"])
-    if extra is not None:
-        wanted += project["optional-dependencies"][extra]
-    return [_oldest(text) for text in wanted]
+    return [_oldest(text) for text in required([] if extra is None else [extra])]
 
 
 def _oldest(requirement: str) -> str:
@@ -45,18 +55,30 @@ def _oldest(requirement: str) -> str:
     return f"{match[1]}=={version}"
 
 
-def main(folder: Path) -> int:
-    """Make the environment if it is not there, and run the tests in it."""
-    python = folder.resolve() / "bin" / "python"
-    pins = oldest("cpu")
-    print(" ".join(pins), flush=True)
+def run(folder: Path, which: str) -> int:
+    """Make an environment if it is not there, and run the tests in it."""
+    python = folder.resolve() / which / "bin" / "python"
+    wanted = required(EXTRAS)
+    if which == "oldest":
+        wanted = [_oldest(text) for text in wanted]
     if not python.exists():
-        venv.create(folder, with_pip=True)
+        venv.create(python.parents[1], with_pip=True)
     install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*install, *pins, *TOOLS], check=True)
-    command = [python, "-m", "pytest", "-q", "-n", "2", *FAST]
+    upgrade = ["--upgrade", "--upgrade-strategy", "eager"] if which == "newest" else []
+    subprocess.run([*install, *upgrade, *wanted, *TOOLS], check=True)
+    names = {re.split(r"[<>=]", text)[0] for text in wanted}
+    query = "import sys; from importlib.metadata import version as v\n"
+    query += "print(*(f'{n}=={v(n)}' for n in sys.argv[1:]))"
+    print(f"{which}:", flush=True)
+    subprocess.run([python, "-c", query, *sorted(names)], check=True)
+    command = [python, "-m", "pytest", "-q", "-n", "2", *FAST, *EXTRA]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": "src"}).returncode
 
 
+def main(folder: Path, *which: str) -> int:
+    """Run the tests with the oldest and the newest releases; return the number of failures."""
+    return sum(run(folder, name) != 0 for name in which or ("oldest", "newest"))
+
+
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))

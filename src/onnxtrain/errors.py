@@ -135,6 +135,11 @@ def argument(name: str, value: object = True) -> str:
     return by_caller(f"{name}={value!r}", flag if value is True else f"{flag} {value}")
 
 
+def term_of_output(loss: str, output: str | None) -> str:
+    """Return how the caller lets a loss read an output or an inner value."""
+    return by_caller(f"loss=LossTerm({loss!r}, output={output!r})", f"--loss-output {output}")
+
+
 def expected_one_of(name: str, known: Iterable[str]) -> str:
     """Return ``(expected one of ...)`` for an unknown name: the known ones, nearest first."""
     names = list(known)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 
 import onnxtrain
 from onnxtrain import losses as L
-from onnxtrain.errors import PrepareError
+from onnxtrain.errors import PrepareError, hints_name_flags
 from onnxtrain.graph.builder import OpBuilder
 from tests.losses.small import FLOAT, W1, X, model_of, weight
 
@@ -196,10 +197,38 @@ def test_probabilities_without_logits_are_refused(name: str) -> None:
     ending, loss, activation = REFUSED[name]
     with pytest.raises(PrepareError, match=f"probabilities of {activation}") as error:
         trained(net(ending), loss)
-    assert "hint: let the loss read a value before it: LossTerm(" in str(error.value)
-    name = str(error.value).split("output='")[1].split("'")[0]
-    reader = L.LossTerm(loss, output=name)  # the hint, followed
+    hint = re.search(r"read a value before it: loss=(LossTerm\(.*?\))", str(error.value))
+    assert hint is not None
+    reader = eval(hint[1], {"LossTerm": L.LossTerm})  # the hint, followed
     assert reads(trained(net(ending), reader)) == []
+    with hints_name_flags(), pytest.raises(PrepareError, match=f"--loss-output {reader.output}"):
+        trained(net(ending), loss)
+
+
+def test_an_output_of_labels_names_the_value_before_it() -> None:
+    def labels(op: OpBuilder, z: ir.Value) -> ir.Value:
+        return op.Cast(op.ArgMax(op.Softmax(z), axis=1, keepdims=0), to=ir.DataType.FLOAT)
+
+    with pytest.raises(PrepareError, match="no gradient flows from the outputs") as error:
+        trained(net(labels), "cross_entropy")
+    hint = re.search(r"loss=(LossTerm\(.*\))", str(error.value))
+    assert hint is not None
+    trainer = trained(net(labels), eval(hint[1], {"LossTerm": L.LossTerm}))
+    (repair,) = reads(trainer)
+    assert "CrossEntropy reads the logits" in repair
+
+
+def test_an_unknown_output_lists_every_output_once() -> None:
+    with pytest.raises(PrepareError, match=r"unknown output: 'scorez'\nhint: the model has \w+$"):
+        trained(net(lambda op, z: op.Softmax(z)), L.LossTerm("mse", output="scorez"))
+
+
+def test_trees_are_not_told_to_have_weights() -> None:
+    ensemble = pytest.importorskip("sklearn.ensemble")
+    to_onnx = pytest.importorskip("skl2onnx").to_onnx
+    forest = ensemble.RandomForestClassifier(3).fit(X, LABELS)
+    with pytest.raises(PrepareError, match="hint: decision trees have no weights that gradient"):
+        trained(to_onnx(forest, X[:1]), "cross_entropy")
 
 
 def test_another_axis_is_refused_and_the_hint_works() -> None:

@@ -29,7 +29,7 @@ from onnxtrain.autodiff.selection import (
     trainable,
 )
 from onnxtrain.checkpoint import load_checkpoint
-from onnxtrain.errors import CheckpointError, PrepareError
+from onnxtrain.errors import CheckpointError, PrepareError, term_of_output
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.io import Source, load
 from onnxtrain.graph.nodes import op_key
@@ -119,6 +119,12 @@ def _select_by_name(base: Prepared, train: list[str]) -> list[ir.Value]:
     return [x for x in floats.values() if x in selected]
 
 
+_TREES_HINT = (
+    "hint: decision trees have no weights that gradient steps can train; fit them again in the "
+    "library that made them, or train a network instead, such as scikit-learn's MLPClassifier"
+)
+
+
 def _nothing_to_train(base: Prepared, train: Names, freeze: Names) -> str:
     """Return the error message: why each tensor and operator does not train, and a hint."""
     lines = ["no parameter is left to train"]
@@ -148,6 +154,8 @@ def _nothing_to_train(base: Prepared, train: Names, freeze: Names) -> str:
         lines.append(_INTEGER_ARITHMETIC_HINT)
     else:
         last = _last_differentiable_values(base.graph, cut_off)
+        if not (integers or reasons or cut_off) and any("::TreeEnsemble" in key for key in counts):
+            return "\n".join([*lines, _TREES_HINT])
         lines.append(_hint(bool(integers), bool(reasons or cut_off), last))
     return "\n".join(lines)
 
@@ -190,7 +198,7 @@ def _hint(integers: bool, tensors: bool, last: Sequence[str]) -> str:
     if last:
         return (
             "hint: no gradient flows from the outputs; let the loss read a value inside the model: "
-            f"LossTerm(loss, output={last[-1]!r})"
+            + term_of_output("cross_entropy", last[-1])
         )
     if integers:
         return (

@@ -20,7 +20,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.errors import PrepareError, ShapeError
+from onnxtrain.errors import PrepareError, ShapeError, by_caller
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.importer import mark_constants
@@ -196,7 +196,10 @@ class LossContext:
             name = floats[0].name if floats else "logits"
             raise PrepareError(
                 f"{type(loss).__name__}: the model has several outputs: {listing}\n"
-                f"hint: select one, for example LossTerm({type(loss).__name__}(), output={name!r})"
+                "hint: select one, for example "
+                + by_caller(
+                    f"LossTerm({type(loss).__name__}(), output={name!r})", f"--loss-output {name}"
+                )
             )
         wrong = [x for x in floats if not S.is_float(x)]
         if wrong:
@@ -206,7 +209,9 @@ class LossContext:
     def scores(self, loss: Loss, y: ir.Value) -> ir.Value:
         """Return what a loss reads of an output: the logits if the output is their Softmax."""
         axis = loss.normalized_axis(y)
-        found = find_logits(self.op, type(loss).__name__, loss.reads, y, axis)
+        label = type(loss).__name__
+        name = next((n for n in LOSSES if LOSSES[n] is type(loss)), label)
+        found = find_logits(self.op, label, name, loss.reads, y, axis)
         if found is None:
             return y
         self.repairs.append(found.repair)

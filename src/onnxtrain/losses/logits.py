@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.errors import PrepareError
+from onnxtrain.errors import PrepareError, argument, term_of_output
 from onnxtrain.expand.activations import smooth_softplus
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder, copy_node
@@ -48,13 +48,14 @@ class Logits:
 
 
 def find_logits(
-    op: OpBuilder, loss: str, reads: Reads, y: ir.Value, axis: int | None
+    op: OpBuilder, loss: str, name: str, reads: Reads, y: ir.Value, axis: int | None
 ) -> Logits | None:
     """Return what a loss reads instead of ``y``; ``None`` if it can read ``y`` itself.
 
     Args:
         op: the builder that receives copies of the nodes after the activation.
-        loss: the name of the loss, for messages.
+        loss: the class of the loss, for messages.
+        name: its registered name, for hints.
         reads: what the loss expects.
         y: the output that the loss is given.
         axis: the class axis, ``None`` for that of the model.
@@ -64,7 +65,7 @@ def find_logits(
     """
     if reads is Reads.VALUES:
         return None
-    search = _Search(op, loss, reads, y)
+    search = _Search(op, loss, name, reads, y)
     emit = search.sigmoid(y) if reads is Reads.SIGMOID_LOGITS else search.softmax(y, axis)
     if emit is None:
         search.refuse_other_activations()
@@ -88,8 +89,8 @@ _MAX_DEPTH = 64  # nodes between the activation and the output
 class _Search:
     """A walk back from an output; each method returns a function that emits the logits."""
 
-    def __init__(self, op: OpBuilder, loss: str, reads: Reads, y: ir.Value) -> None:
-        self.op, self.loss, self.reads, self.y = op, loss, reads, y
+    def __init__(self, op: OpBuilder, loss: str, name: str, reads: Reads, y: ir.Value) -> None:
+        self.op, self.loss, self.name, self.reads, self.y = op, loss, name, reads, y
         self.activation: ir.Node | None = None
 
     def softmax(self, y: ir.Value, axis: int | None, depth: int = _MAX_DEPTH) -> _Emit | None:
@@ -150,7 +151,7 @@ class _Search:
                 f"it normalizes axis {own} of {S.describe_value(z)}, the loss reads classes on "
                 f"axis {axis}",
                 f"pass axis={own} to the loss if the classes are there, for example "
-                f"loss='cross_entropy:axis={own}'",
+                + argument("loss", f"cross_entropy:axis={own}"),
             )
         return self._normalized(lambda: z, own)
 
@@ -222,11 +223,11 @@ class _Search:
         assert node is not None
         if not hint:
             z = _first(node).name
-            hint = f"let the loss read a value before it: LossTerm(loss, output={z!r})"
+            hint = f"let the loss read a value before it: {term_of_output(self.name, z)}"
             if node.op_type == "Sigmoid":
-                hint += "; or use loss='bce', which reads probabilities"
+                hint += f"; or use {argument('loss', 'bce')}, which reads probabilities"
             elif self.reads is Reads.SIGMOID_LOGITS:
-                hint += "; or use loss='cross_entropy' with class indices"
+                hint += f"; or use {argument('loss', 'cross_entropy')} with class indices"
         return PrepareError(
             f"{self.loss} expects {self.reads.value}, but output {self.y.name!r} has the "
             f"probabilities of {node.op_type} (node {node.name!r})"
