@@ -29,6 +29,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from onnxtrain.artifacts.batch_axis import free_batch_axes
 from onnxtrain.artifacts.build_options import BuildOptions, Selection
 from onnxtrain.artifacts.directory import Artifacts
 from onnxtrain.artifacts.graphs import (
@@ -103,7 +104,7 @@ def build(
     precision: str | Precision = "float32",
     recompute: str | Sequence[str] = (),
     target: str = "cpu",
-    dims: Mapping[str, int] | None = None,
+    dims: Mapping[str, int | str] | None = None,
     dp: DP | None = None,
     straight_through: bool = False,
     randomness: str = "portable",
@@ -138,7 +139,9 @@ def build(
             blocks; ``"none"`` also disables what ``cuda`` recomputes by default.
         target: runtime to generate operators for: ``cpu``, ``cuda``, ``wasm``, ``webgpu`` or
             ``portable``; ``web`` builds models for both wasm and WebGPU.
-        dims: dimensions to fix, by symbolic name or by position (``"x[0]"``).
+        dims: dimensions to fix, by symbolic name or by position (``"x[0]"``). A name frees a fixed
+            batch size: ``{"x[0]": "batch"}``. That is the default where all inputs have a batch of
+            1, and two examples at once give the same results as one by one.
         dp: differentially private training (:class:`DP`): clip the gradients of each example and
             add noise to their sum.
         straight_through: train through quantizers with straight-through gradients: 1 inside the
@@ -181,7 +184,8 @@ class LoadedSource:
 def _load_source(model: Source, options: BuildOptions) -> LoadedSource:
     """Load and check the model of the user."""
     source, exposed = expose_weights(load(model, allow_domains=registered_domains()))
-    source = specialize(source, options.dims)
+    source, sizes, freed = free_batch_axes(source, options.dims, automatic=options.check)
+    source = specialize(source, sizes)
     check_inputs(source)
     shared = SharedWeights()
     large = shared.take(source)
@@ -191,7 +195,7 @@ def _load_source(model: Source, options: BuildOptions) -> LoadedSource:
             "hint: build without opset=, and lower the exported model"
         )
     unshared = unshare_running_statistics(source)
-    return LoadedSource(source, (*exposed, *unshared), shared if large else None)
+    return LoadedSource(source, (*exposed, *freed, *unshared), shared if large else None)
 
 
 def _build_for_target(loaded: LoadedSource, options: BuildOptions) -> Artifacts:

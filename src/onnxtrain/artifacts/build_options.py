@@ -84,9 +84,9 @@ class BuildOptions:
         Flag(str, f"One of {', '.join([*TARGETS, *BUNDLES])}."),
         convert=lambda target: find(target, bundles=True),
     )
-    dims: Mapping[str, int] = option(
+    dims: Mapping[str, int | str] = option(
         None,
-        Flag(list[str], "Fix a dimension: batch=32, or by position: x[0]=1.", name="dim"),
+        Flag(list[str], "Fix a dimension: batch=32, x[0]=1; or free it: x[0]=batch.", name="dim"),
         dict,
         lambda dims: dict(dims or {}),
     )

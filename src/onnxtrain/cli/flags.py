@@ -45,6 +45,12 @@ def read_size(text: str) -> tuple[str, int]:
     return name, int(value)
 
 
+def read_dim(text: str) -> tuple[str, int | str]:
+    """Parse a size to fix, such as ``batch=32``, or to free, such as ``image[0]=batch``."""
+    name, _, value = text.partition("=")
+    return (name, value) if value.isidentifier() else read_size(text)
+
+
 OptionValues = dict[str, Any]
 """Values of the options that are present on the command line, by name."""
 Command = Callable[..., None]

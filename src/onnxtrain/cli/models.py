@@ -22,7 +22,7 @@ from onnxtrain.autodiff.explain import explain as explain_model
 from onnxtrain.autodiff.explain import operators
 from onnxtrain.autodiff.gradients import expand_gradients, vjp
 from onnxtrain.autodiff.gradients import grad as gradients_of_output
-from onnxtrain.cli.flags import Json, Model, OptionValues, Wrt, flags_from, read_size
+from onnxtrain.cli.flags import Json, Model, OptionValues, Wrt, flags_from, read_dim, read_size
 from onnxtrain.errors import LoweringError, PrepareError, ProbeError
 from onnxtrain.graph.io import load, save
 from onnxtrain.graph.io.writer import write_text
@@ -70,7 +70,7 @@ def build(
     option_values["optimizer"] = optimizer if lr is None else dataclasses.replace(optimizer, lr=lr)
     if loss_output is not None:
         option_values["loss"] = [LossTerm(option_values["loss"], output=loss_output)]
-    option_values["dims"] = dict(read_size(d) for d in option_values.get("dims", ()))
+    option_values["dims"] = dict(read_dim(d) for d in option_values.get("dims", ()))
     if option_values.get("recompute") == ["auto"]:
         option_values["recompute"] = "auto"
     artifacts = build_artifacts(model, check=not no_check, **option_values)

@@ -54,21 +54,21 @@ def compare(
         VerificationError: if the original runs on none of the inputs, or the lowered model does not
             run.
     """
-    first, why, runtime = _runner(original, fall_back=True)
+    first, why, runtime = runner(original, fall_back=True)
     if first is None:
         raise VerificationError(
             f"cannot run the original model: {why}\nhint: lower with verify=False and test it"
         )
     done, last = 0, ""
     second: Runner | None = None
-    for feeds in _feeds(original, sizes):
+    for feeds in random_feeds(original, sizes):
         try:
             expected = first(feeds)
         except OnnxTrainError as error:
             last = S.first_line(error)
             continue
         if second is None:
-            second, why, other = _runner(lowered)
+            second, why, other = runner(lowered)
             runtime = runtime if runtime == other else REFERENCE
             if second is None:
                 raise VerificationError(f"the lowered model does not load: {why}")
@@ -82,10 +82,10 @@ def compare(
         random = _random_outputs(original)
         perturbed: list[np.ndarray] | None = None
         for i, (name, a, b) in enumerate(zip(names, expected, actual, strict=True)):
-            why = _difference(a, b, values=name not in random)
+            why = difference(a, b, values=name not in random)
             if why:  # the values may be rounding errors only
                 perturbed = perturbed or first(_perturb(feeds))
-                why = _difference(
+                why = difference(
                     a, b, values=name not in random, noise=_rounding_noise(a, perturbed[i])
                 )
             if why:
@@ -119,7 +119,7 @@ def evaluator(model: onnx.ModelProto) -> Runner:
     return run
 
 
-def _runner(model: onnx.ModelProto, *, fall_back: bool = False) -> tuple[Runner | None, str, str]:
+def runner(model: onnx.ModelProto, *, fall_back: bool = False) -> tuple[Runner | None, str, str]:
     """Return a function that runs a model, or ``None`` and the reason; and its runtime."""
     try:
         ort_session = session.create(model.SerializeToString(), threads=1)
@@ -141,7 +141,7 @@ def _opset_supported(model: onnx.ModelProto) -> bool:
     return all(o.domain not in ("", "ai.onnx") or o.version <= 26 for o in model.opset_import)
 
 
-def _feeds(model: onnx.ModelProto, sizes: Mapping[str, int]) -> Iterator[Arrays]:
+def random_feeds(model: onnx.ModelProto, sizes: Mapping[str, int]) -> Iterator[Arrays]:
     """Yield random inputs of several shapes."""
     weights = {x.name for x in model.graph.initializer}
     inputs = [
@@ -208,7 +208,7 @@ def _rounding_noise(a: np.ndarray, perturbed: np.ndarray) -> float:
     return float(np.max(gap[np.isfinite(gap)], initial=0.0))
 
 
-def _difference(a: np.ndarray, b: np.ndarray, *, values: bool = True, noise: float = 0.0) -> str:
+def difference(a: np.ndarray, b: np.ndarray, *, values: bool = True, noise: float = 0.0) -> str:
     """Return how two arrays differ; an empty string if they do not."""
     if not isinstance(a, np.ndarray) or not isinstance(b, np.ndarray):
         return "" if type(a) is type(b) else "has another type"
@@ -270,7 +270,7 @@ def _first_difference(
     there = {y for node in lowered.graph.node for y in node.output}
     shared = [name for name in here if name in there]
     try:
-        runners = [_runner(_with_outputs(m, shared))[0] for m in (original, lowered)]
+        runners = [runner(_with_outputs(m, shared))[0] for m in (original, lowered)]
         if None in runners:
             return None
         a, b = (run(feeds) for run in runners if run is not None)
@@ -278,7 +278,7 @@ def _first_difference(
     except OnnxTrainError:
         return None
     for name, x, y, other in zip(shared, a, b, perturbed, strict=True):
-        why = _difference(x, y, noise=_rounding_noise(x, other))
+        why = difference(x, y, noise=_rounding_noise(x, other))
         if why:
             return f"{name!r} {why}"
     return None

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from onnxtrain.errors import ShapeError, argument
+from onnxtrain.errors import ShapeError, argument, by_caller
 from onnxtrain.manifest import TensorSpec
 
 
@@ -108,7 +108,7 @@ def _match_input(
     for axis, (have, dim) in enumerate(zip(array.shape, spec.shape, strict=True)):
         if isinstance(dim, int):
             if have != dim:
-                hint = _shape_hint(spec, array) if axis else _fixed_hint(dim)
+                hint = _shape_hint(spec, array) if axis else _fixed_hint(spec, dim)
                 raise ShapeError(f"{expected}, got shape {list(array.shape)}{hint}")
         elif dim.isidentifier():
             known = sizes.setdefault(dim, (have, spec.name))
@@ -119,10 +119,16 @@ def _match_input(
     return np.ascontiguousarray(array).reshape(array.shape)
 
 
-def _fixed_hint(size: int) -> str:
+def _fixed_hint(spec: TensorSpec, size: int) -> str:
+    free = by_caller(
+        f"build(..., dims={{'{spec.name}[0]': 'batch'}})",
+        f"onnxtrain build ... --dim {spec.name}[0]=batch",
+    )
+    if spec.role == "target":
+        free = "build with a symbolic batch size"
     return (
-        f"\nhint: the model fixes the batch size: use {argument('batch_size', size)}, or build "
-        "from a model with a symbolic batch size"
+        f"\nhint: the model fixes the batch size: {free} frees it; "
+        f"or use {argument('batch_size', size)}"
     )
 
 

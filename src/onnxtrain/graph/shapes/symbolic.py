@@ -280,6 +280,7 @@ SHAPE_FORMULAS: dict[str, Formula] = {
 
 
 _MAX_ELEMENTS = 64  # longer vectors are not shapes
+_ELEMENT_DTYPES = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)
 
 _Elements = tuple[Dim, ...] | None
 
@@ -396,6 +397,21 @@ def _truncated_div(a: Dim, b: Dim) -> Dim:
     return quotient if D.mul(quotient, b) == a else None
 
 
+def _modulo(a: Dim, b: Dim) -> Dim:
+    # Like fmod, the sign of a remainder differs for negative numbers only.
+    known = isinstance(a, int) and isinstance(b, int) and a >= 0 and b > 0
+    return a % b if known else None  # type: ignore[operator]
+
+
+def _equal(a: Dim, b: Dim) -> Dim:
+    """Return 1 or 0; ``Equal(shape, -1)`` of torch's ``expand`` compares sizes with a number."""
+    if isinstance(a, int) and isinstance(b, int):
+        return int(a == b)
+    number, size = (a, b) if isinstance(a, int) else (b, a)
+    is_size = isinstance(size, str) and size.isidentifier()
+    return 0 if is_size and isinstance(number, int) and number < 0 else None
+
+
 def _reduce_prod_elements(node: ir.Node, a: Attributes) -> _Elements:
     data = elements_in(node, 0)
     return None if data is None else (D.product(data),)
@@ -423,9 +439,10 @@ def _where_elements(node: ir.Node, a: Attributes) -> _Elements:
     left, right = elements_in(node, 1), elements_in(node, 2)
     if left is None or right is None:
         return None
-    if condition is None:
+    known = D.static_sizes(elements_in(node, 0)) if condition is None else condition.reshape(-1)
+    if known is None:
         return left if left == right else None
-    flags: Sequence[bool] = [bool(c) for c in condition.reshape(-1)]
+    flags: Sequence[bool] = [bool(c) for c in known]
     n = max(len(flags), len(left), len(right))
     if any(len(v) not in (1, n) for v in (flags, left, right)):
         return None
@@ -440,7 +457,9 @@ ELEMENT_FORMULAS: dict[str, Formula] = {
     "Constant": _constant_elements,
     "ConstantOfShape": _constant_of_shape_elements,
     "Div": _arithmetic_elements(_truncated_div),
+    "Equal": _arithmetic_elements(_equal),
     "Gather": _gather_elements,
+    "Mod": _arithmetic_elements(_modulo),
     "Mul": _arithmetic_elements(D.mul),
     "Range": _range_elements,
     "ReduceProd": _reduce_prod_elements,
@@ -589,5 +608,5 @@ def refine(node: ir.Node, opset: int) -> None:
                     for k, d in zip(known, dims, strict=True)
                 ]
             S.set_dims(out, dims)
-    if element_formula is not None and out.dtype in (ir.DataType.INT64, ir.DataType.INT32):
+    if element_formula is not None and out.dtype in _ELEMENT_DTYPES:
         S.set_symbolic(out, element_formula(node, attributes))
