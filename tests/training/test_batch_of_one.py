@@ -62,6 +62,6 @@ def test_sizes_that_are_known() -> None:
     with pytest.raises(PrepareError, match=r"BatchNormalization .* \[1, 3\].*\nhint: use a larger"):
         built("batch, 3", batch=1)
     with pytest.raises(PrepareError, match="one value per channel"):
-        built("1, 3, 1")
+        built("1, 3, 1", **{"x[0]": 1})
     row = np.ones((1, 3), np.float32)
     assert Trainer(built("1, 3", mode="as-is")).step(row, row).updated

@@ -105,6 +105,14 @@ class Artifacts(SummaryRepr):
             CheckpointError: if a file is missing, damaged or of another version.
         """
         folder = Path(directory)
+        if folder.suffix == ".onnx" and not folder.is_dir():
+            raise CheckpointError(
+                f"{folder} is an ONNX model, not a directory of artifacts\nhint: build it first: "
+                + by_caller(
+                    "onnxtrain.build(path, loss=..., optimizer=...).save(directory)",
+                    f"onnxtrain build {folder} --loss LOSS --optimizer adamw -o DIRECTORY",
+                )
+            )
         manifest = Manifest.from_json(
             _read_file(folder / f"{prefix}{MANIFEST}"), f"{prefix}{MANIFEST}"
         )

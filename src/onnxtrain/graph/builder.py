@@ -22,8 +22,10 @@ TypeError: Transpose has no attribute prem; it has perm
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -769,3 +771,65 @@ def _copy_graph(op: OpBuilder, graph: ir.Graph, mapping: dict[ir.Value, ir.Value
     inner.update(zip(graph.inputs, child.graph.inputs, strict=True))
     child.graph.outputs.extend(copy_nodes(child, graph, inner))
     return child.graph
+
+
+_BUILDER: contextvars.ContextVar[OpBuilder | None] = contextvars.ContextVar(
+    "builder", default=None
+)
+
+
+@contextlib.contextmanager
+def python_operators(op: OpBuilder) -> Generator[None]:
+    """Let values emit nodes with a builder inside this context: ``(y - t) ** 2``.
+
+    onnx-ir calls one handler per process; it looks up the builder of this thread.
+    """
+    before = ir.set_value_magic_handler(None)
+    ir.set_value_magic_handler(before if isinstance(before, _Operators) else _Operators(before))
+    token = _BUILDER.set(op)
+    try:
+        yield
+    finally:
+        _BUILDER.reset(token)
+
+
+class _Operators:
+    """Calls the builder of the current context, else the handler that was there before."""
+
+    def __init__(self, before: Any) -> None:
+        self._before = before
+
+    def __getattr__(self, op_type: str) -> Any:
+        handler = _BUILDER.get() or self._before
+        if handler is None:
+            raise TypeError(
+                f"{op_type} of graph values outside a loss or metric; call op.{op_type}(...)"
+            )
+        return getattr(handler, op_type)
+
+
+def _operator(op_type: str, *, reflected: bool = False) -> Callable[..., Any]:
+    def call(self: ir.Value, *other: Any) -> Any:
+        operands = (*other, self) if reflected else (self, *other)
+        return getattr(_Operators(None), op_type)(*operands)
+
+    return call
+
+
+def _power_of(self: ir.Value, base: Any) -> ir.Value:
+    op = _BUILDER.get()
+    # The base decides the type of Pow: a number takes that of the exponent.
+    return _Operators(None).Pow(base if op is None else op.const(base, self.dtype), self)
+
+
+# onnx-ir defines + - * / and negation only.
+for _name, _method in (
+    ("__pow__", _operator("Pow")),
+    ("__rpow__", _power_of),
+    ("__matmul__", _operator("MatMul")),
+    ("__rmatmul__", _operator("MatMul", reflected=True)),
+    ("__abs__", _operator("Abs")),
+    ("__array_ufunc__", None),  # numpy leaves `array - value` to the value
+):
+    if _name not in vars(ir.Value):
+        setattr(ir.Value, _name, _method)

@@ -22,7 +22,7 @@ import onnx_ir as ir
 
 from onnxtrain.errors import PrepareError, ShapeError, by_caller
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.builder import OpBuilder, python_operators
 from onnxtrain.importer import mark_constants
 from onnxtrain.losses.classification import BCE, CrossEntropy
 from onnxtrain.losses.from_model import insert_model
@@ -134,12 +134,25 @@ def _kind(loss: Any, model: ir.Model | None) -> Any:
         return _by_name(loss, model)
     if isinstance(loss, str | os.PathLike | bytes | onnx.ModelProto | ir.Model):
         return FromModel(loss)
+    if _is_of_torch(loss):
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise PrepareError(
+            f"{name} computes on torch tensors, not in the graph\n"
+            "hint: loss=onnxtrain.torch.from_torch_loss(nn.MSELoss()) takes a loss module of torch; "
+            f"the names of losses are {', '.join(LOSSES)}"
+        )
     if callable(loss):
         return loss
     raise PrepareError(
         f"not a loss: {type(loss).__name__}\n"
         "hint: give a name, a loss object, a function over the builder, or a model"
     )
+
+
+def _is_of_torch(loss: Any) -> bool:
+    """Return whether a loss is a function of torch or an object of one of its classes."""
+    owners = [loss, *type(loss).__mro__]
+    return any(str(getattr(x, "__module__", "")).partition(".")[0] == "torch" for x in owners)
 
 
 def _by_name(name: str, model: ir.Model | None) -> Any:
@@ -499,11 +512,13 @@ def attach_loss(
     before = list(model.graph.inputs)
     work = _LossBuilder(model, OpBuilder(model.graph, prefix="loss/", target=target))
     work.op.differentiated = differentiated
-    terms = work.build_terms(resolve(loss, model))
+    with python_operators(work.op):
+        terms = work.build_terms(resolve(loss, model))
     total = _sum(work.op, terms)
     kept = [y for y in work.own if not _is_loss_output(y, total)]
     value = work.named(total, "loss", [y for y in work.own if y not in kept])
-    metric_values = build_metrics(work, list(metrics), terms)
+    with python_operators(work.op):
+        metric_values = build_metrics(work, list(metrics), terms)
     extra = {name: work.find(name) for name in outputs}
     mark_constants(model, set(model.graph.initializers) - known)
     model.graph.outputs.clear()

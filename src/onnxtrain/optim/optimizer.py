@@ -174,7 +174,17 @@ def resolve(optimizer: str | Optimizer) -> Optimizer:
     >>> resolve("adamw:lr=0.01,weight_decay=0").lr
     0.01
     """
-    return optimizer if isinstance(optimizer, Optimizer) else OPTIMIZERS.make(str(optimizer))
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    if not isinstance(optimizer, str):
+        name = getattr(optimizer, "__name__", type(optimizer).__name__)
+        own = OPTIMIZERS.find(name)
+        example = f"onnxtrain.optim.{own.__name__}(lr=0.001)" if own is not None else "'adamw'"
+        raise PrepareError(
+            f"not an optimizer of onnxtrain: {name}\n"
+            f"hint: optimizer={example}; the names are {', '.join(OPTIMIZERS)}"
+        )
+    return OPTIMIZERS.make(optimizer)
 
 
 def _shared_scalar(

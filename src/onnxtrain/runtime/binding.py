@@ -223,6 +223,34 @@ def capture_obstacle(model: onnx.ModelProto, spec: ModelSpec) -> str | None:
     return None
 
 
+def capture_fix(model: onnx.ModelProto, spec: ModelSpec) -> str:
+    """Return what makes a step capturable, or that nothing does."""
+    sizes = [d for t in (*spec.inputs, *spec.outputs) for d in t.shape if not isinstance(d, int)]
+    if sizes:
+        names = ", ".join(f"{d!r}: 32" for d in dict.fromkeys(sizes) if d.isidentifier())
+        return f"build(..., dims={{{names}}}) fixes them; every batch has these sizes then"
+    bodies = [n for n in model.graph.node if any(a.type in _GRAPH_ATTRIBUTES for a in n.attribute)]
+    if bodies:
+        recurrent = ", which recurrent layers become," if bodies[0].op_type == "Scan" else ""
+        return (
+            f"{bodies[0].op_type}{recurrent} is not captured by onnxruntime: the step runs node by "
+            "node; capture=False accepts that"
+        )
+    if any(n.op_type in _SIZE_OPERATORS for n in model.graph.node):
+        return "build(..., dims={...}) with all sizes fixed"
+    return "capture=False accepts that"
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(message: str) -> None:
+    """Warn of something once per process: trainers are created many times in a notebook."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=3)
+
+
 def check_capture(
     source: bytes | str,
     spec: ModelSpec,
@@ -283,7 +311,13 @@ def open_session(
     Raises:
         OnnxTrainError: if ``capture=True`` and there is an obstacle.
     """
+    known = obstacle is not None
     obstacle = check_capture(source, spec, capture, device=device, obstacle=obstacle)
+    if device == "cuda" and capture is None and obstacle is not None and not known:
+        fix = capture_fix(runtime.load_graph(source), spec)
+        _warn_once(
+            f"steps are not captured as a CUDA graph and take longer: {obstacle}\nhint: {fix}"
+        )
     if obstacle is None:
         session, obstacle = create_capturing(
             source, capture=capture, device=device, threads=threads, rest=rest
@@ -334,5 +368,8 @@ def create_capturing(
             'hint: build(..., target="cuda") generates operators that run on the GPU; '
             "capture=None trains without capture"
         )
-    warnings.warn(f"steps are not captured as a CUDA graph: {obstacle}", stacklevel=2)
+    _warn_once(
+        f"steps are not captured as a CUDA graph and take longer: {obstacle}\n"
+        'hint: build(..., target="cuda") generates operators that run on the GPU'
+    )
     return session, obstacle

@@ -124,11 +124,10 @@ def _fixed_hint(spec: TensorSpec, size: int) -> str:
         f"build(..., dims={{'{spec.name}[0]': 'batch'}})",
         f"onnxtrain build ... --dim {spec.name}[0]=batch",
     )
-    if spec.role == "target":
-        free = "build with a symbolic batch size"
     return (
-        f"\nhint: the model fixes the batch size: {free} frees it; "
-        f"or use {argument('batch_size', size)}"
+        f"\nhint: the model fixes the batch size: use {argument('batch_size', size)}, or build "
+        f"without fixed {by_caller('dims=', '--dim')}"
+        + (f"; {free} frees a size that the file fixes" if spec.role == "input" else "")
     )
 
 

@@ -19,8 +19,8 @@ import platform
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -236,11 +236,29 @@ def create(
             "arena_extend_strategy": "kSameAsRequested",
         }
         providers.insert(0, ("CUDAExecutionProvider", settings))
+    quiet = _without_default_warnings(ort) if device == "cuda" else nullcontext()
     try:
-        with learn_denormal_mode():
+        with quiet, learn_denormal_mode():
             return ort.InferenceSession(source, options, providers=providers)
     except Exception as error:  # onnxruntime's errors share no base class
         raise OnnxTrainError(f"onnxruntime cannot load the model: {_first_line(error)}") from error
+
+
+_WARNING, _ERROR = 2, 3  # severities of onnxruntime's loggers; warnings are its default
+
+
+@contextmanager
+def _without_default_warnings(ort: ModuleType) -> Generator[None]:
+    """Silence the default logger while a session is created.
+
+    Since 1.30 each session on a GPU warns there that it found no plugin for the built-in provider,
+    whatever the severity of its own logger.
+    """
+    ort.set_default_logger_severity(_ERROR)
+    try:
+        yield
+    finally:
+        ort.set_default_logger_severity(_WARNING)
 
 
 def session_options(threads: int | None, *, as_shipped: bool = False) -> Any:

@@ -233,6 +233,11 @@ def _from_file(
         problems = Problems(repr(path))
         data = read_file(path, limits, problems)
         directory = os.path.dirname(os.path.abspath(path))
+    elif any(kind.__module__.partition(".")[0] == "torch" for kind in type(origin).__mro__):
+        raise LoadError(
+            f"{type(origin).__name__} is a module of torch, not an ONNX model\n"
+            "hint: export it: onnxtrain.torch.from_torch(module, example_inputs)"
+        )
     else:
         raise LoadError(
             f"cannot load a model from {type(origin).__name__}\n"
