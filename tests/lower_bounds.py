@@ -1,8 +1,8 @@
 """The oldest and the newest releases that ``pyproject.toml`` allows: ``make lower-bounds``.
 
 ``python tests/lower_bounds.py FOLDER [oldest|newest]`` installs them into environments of their
-own and runs :data:`FAST` and :data:`EXTRA` there. It needs only the standard library. On Linux the CPU build of torch
-is enough; an index that has it is set in the environment (``PIP_EXTRA_INDEX_URL``).
+own and runs :data:`FAST` and :data:`EXTRA` there. It needs only the standard library. The CPU build
+of torch is enough; ``PIP_EXTRA_INDEX_URL`` names an index that has it.
 """
 
 from __future__ import annotations

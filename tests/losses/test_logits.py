@@ -299,7 +299,8 @@ def test_files_of_skl2onnx(tmp_path: Path, kind: str, classes: int, zipmap: bool
 def test_losses_that_read_logits_say_so() -> None:
     reading = {name: L.LOSSES.find(name).reads.name for name in L.LOSSES}
     assert {n for n, r in reading.items() if r != "VALUES"} == {
-        *("cross_entropy", "nll", "bce_with_logits", "causal_lm", "kl_div", "ctc")
+        *("cross_entropy", "nll", "bce_with_logits", "causal_lm", "kl_div", "ctc"),
+        *("dpo", "ipo", "kto", "orpo"),
     }
     assert dataclasses.fields(L.NLL)  # `reads` is no option
     assert "reads" not in {f.name for f in dataclasses.fields(L.NLL)}

@@ -28,7 +28,7 @@ from onnxtrain.graph.nodes import is_op
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
 from onnxtrain.graph.shapes.inference import infer_shapes
-from onnxtrain.runtime.compare import difference, random_feeds, runner
+from onnxtrain.runtime.compare import Runner, difference, random_feeds, runner
 from onnxtrain.runtime.session import import_onnxruntime
 
 BATCH = "batch"
@@ -393,7 +393,7 @@ def _with(model: ir.Model, symbol: str) -> list[ir.Value]:
     return [y for y in model.graph.outputs if symbol in (S.dims_of(y) or ())]
 
 
-def _runner(model: onnx.ModelProto) -> object:
+def _runner(model: onnx.ModelProto) -> Runner:
     run, why, _ = runner(model, fall_back=True)
     if run is None:
         raise PrepareError(f"it does not run: {why}")

@@ -773,9 +773,7 @@ def _copy_graph(op: OpBuilder, graph: ir.Graph, mapping: dict[ir.Value, ir.Value
     return child.graph
 
 
-_BUILDER: contextvars.ContextVar[OpBuilder | None] = contextvars.ContextVar(
-    "builder", default=None
-)
+_BUILDER: contextvars.ContextVar[OpBuilder | None] = contextvars.ContextVar("builder", default=None)
 
 
 @contextlib.contextmanager
@@ -784,8 +782,9 @@ def python_operators(op: OpBuilder) -> Generator[None]:
 
     onnx-ir calls one handler per process; it looks up the builder of this thread.
     """
-    before = ir.set_value_magic_handler(None)
-    ir.set_value_magic_handler(before if isinstance(before, _Operators) else _Operators(before))
+    before: Any = ir.set_value_magic_handler(None)
+    handler: Any = before if isinstance(before, _Operators) else _Operators(before)
+    ir.set_value_magic_handler(handler)
     token = _BUILDER.set(op)
     try:
         yield

@@ -138,7 +138,7 @@ def _kind(loss: Any, model: ir.Model | None) -> Any:
         name = getattr(loss, "__name__", type(loss).__name__)
         raise PrepareError(
             f"{name} computes on torch tensors, not in the graph\n"
-            "hint: loss=onnxtrain.torch.from_torch_loss(nn.MSELoss()) takes a loss module of torch; "
+            "hint: loss=onnxtrain.torch.from_torch_loss(nn.MSELoss()) takes a loss module; "
             f"the names of losses are {', '.join(LOSSES)}"
         )
     if callable(loss):

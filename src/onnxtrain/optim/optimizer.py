@@ -176,7 +176,7 @@ def resolve(optimizer: str | Optimizer) -> Optimizer:
     """
     if isinstance(optimizer, Optimizer):
         return optimizer
-    if not isinstance(optimizer, str):
+    if not isinstance(optimizer, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         name = getattr(optimizer, "__name__", type(optimizer).__name__)
         own = OPTIMIZERS.find(name)
         example = f"onnxtrain.optim.{own.__name__}(lr=0.001)" if own is not None else "'adamw'"
