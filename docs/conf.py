@@ -59,6 +59,15 @@ api.write(GENERATED / "api")
 
 PLAYGROUND = DOCS.parent / "web" / "site" / "dist"
 FRAME = (
+    "<p>Open them here: "
+    + ", ".join(
+        f'<a href="../site/{folder}/index.html">{name}</a>'
+        for folder, name in (
+            *(("playground", "Playground"), ("draw", "Draw"), ("teach", "Teach")),
+            *(("write", "Write"), ("model", "Your model"), ("style", "Style")),
+        )
+    )
+    + ".</p>\n"
     '<iframe src="../site/playground/index.html" title="a net that learns in this page" '
     'loading="lazy" style="width: 100%; height: 48rem; border: 1px solid #ccc"></iframe>'
 )
@@ -80,7 +89,13 @@ def _read_anew(*_: Any) -> list[str]:
 
 def _copy_playground(app: Any, error: Exception | None) -> None:
     if error is None and PLAYGROUND.exists():
-        shutil.copytree(PLAYGROUND, Path(app.outdir) / "site", dirs_exist_ok=True)
+        site = Path(app.outdir) / "site"
+        shutil.copytree(PLAYGROUND, site, dirs_exist_ok=True)
+        for page in site.glob("**/index.html"):  # here, the documentation is one level up
+            text = page.read_text("utf-8")
+            page.write_text(
+                text.replace('../" hidden>Documentation', '../">Documentation'), "utf-8"
+            )
 
 
 def setup(app: Any) -> None:

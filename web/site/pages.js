@@ -25,16 +25,16 @@ export const PAGES = [
     description: "Paste a text and train a small language model in this tab, from noise to words, with samples during training.",
   },
   {
-    folder: "style",
-    name: "Style",
-    line: "Turn an image into a mosaic with a style-transfer network.",
-    description: "A style-transfer network stylizes your image in this tab. The image is not uploaded.",
-  },
-  {
     folder: "model",
     name: "Your model",
-    line: "Drop artifacts and a table of data, and train your own model.",
-    description: "Drop artifacts built with onnxtrain and a CSV, NPZ or JSONL file, and train your own model in this tab.",
+    line: "Drop a table, an .onnx file or artifacts, and train your own model.",
+    description: "Train a model on a CSV, NPZ or JSONL file in this tab: an MLP, or your own .onnx file with loss and optimizer.",
+  },
+  {
+    folder: "style",
+    name: "Style",
+    line: "Run a trained style-transfer network on your image.",
+    description: "A style-transfer network stylizes your image in this tab. The image is not uploaded.",
   },
 ];
 
@@ -42,5 +42,5 @@ export const PAGES = [
 export const START = {
   folder: "",
   name: "Train neural networks in your browser",
-  description: "Six demos that train neural networks in this tab on stock ONNX Runtime. Nothing to install; your data stays on your device.",
+  description: "Five demos train neural networks in this tab on stock ONNX Runtime; one runs a trained network. Nothing to install; your data stays on your device.",
 };

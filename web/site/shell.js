@@ -16,7 +16,7 @@ const POLICY = [
 
 // URLs of the deployment. GitHub Actions sets the last two automatically.
 const { SITE_URL, DOCS_URL, GITHUB_SERVER_URL, GITHUB_REPOSITORY } = process.env;
-const SOURCE_URL = GITHUB_SERVER_URL && GITHUB_REPOSITORY && `${GITHUB_SERVER_URL}/${GITHUB_REPOSITORY}`;
+const SOURCE_URL = process.env.SOURCE_URL ?? (GITHUB_SERVER_URL && GITHUB_REPOSITORY && `${GITHUB_SERVER_URL}/${GITHUB_REPOSITORY}`);
 
 const MARK = `<svg class="mark" viewBox="0 0 32 32" width="28" height="28" aria-hidden="true"><path d="M3 6c3 15 9 20 14 20 6 0 9-6 12-9" fill="none" stroke="currentColor" stroke-width="3" stroke-linecap="round"/><circle class="ball" cx="17" cy="21" r="4.5"/></svg>`;
 const SUN = `<svg class="sun" viewBox="0 0 24 24" width="20" height="20" aria-hidden="true"><circle cx="12" cy="12" r="4.5" fill="currentColor"/><path d="M12 2v3M12 19v3M2 12h3M19 12h3M4.9 4.9l2.1 2.1M17 17l2.1 2.1M19.1 4.9 17 7M7 17l-2.1 2.1" stroke="currentColor" stroke-width="2" stroke-linecap="round"/></svg>`;
@@ -24,6 +24,8 @@ const MOON = `<svg class="moon" viewBox="0 0 24 24" width="20" height="20" aria-
 
 const escaped = (text) => text.replace(/&/g, "&amp;").replace(/"/g, "&quot;").replace(/</g, "&lt;");
 const link = (url, text) => (url ? `<a href="${url}">${text}</a>` : "");
+// docs/conf.py shows the hidden link where the site is a part of the documentation.
+const docs = (base) => (DOCS_URL ? link(/^https?:/.test(DOCS_URL) ? DOCS_URL : base + DOCS_URL, "Documentation") : `<a href="${base}../" hidden>Documentation</a>`);
 
 const head = (page, base) => {
   const title = page.folder ? `${page.name} · onnxtrain` : `onnxtrain: ${page.name.toLowerCase()}`;
@@ -63,7 +65,7 @@ const footer = (base) => `
     <footer class="site-footer">
       <p><strong>Nothing leaves this tab.</strong> Models, data, drawings, recordings and files stay on your device; these pages have no server.</p>
       <p class="links">${[
-        link(DOCS_URL && (/^https?:/.test(DOCS_URL) ? DOCS_URL : base + DOCS_URL), "Documentation"), link(SOURCE_URL, "Source"),
+        docs(base), link(SOURCE_URL, "Source"), '<button id="share-page" class="link" type="button">Share this page</button>',
         link(`${base}#how`, "How it works"), link("https://onnx.ai/", "ONNX"), link("https://onnxruntime.ai/", "ONNX Runtime"),
       ].filter(Boolean).join("")}</p>
     </footer>`;

@@ -15,7 +15,7 @@ export type { HeadOptions } from "./head/create-head.js";
 export {
   parseManifest, type Location, type Manifest, type ModelSpec, type StateSpec, type TensorSpec, type WeightSpec,
 } from "./manifest.js";
-export { readModel, type ModelGraph, type ModelNode, type ModelValue, type OnnxModel } from "./onnx-model.js";
+export { readModel, type ModelGraph, type ModelNode, type ModelValue, type ModelWeight, type OnnxModel } from "./onnx-model.js";
 export { planMemory, type MemoryPlan } from "./memory-plan.js";
 export type { Device, RuntimeOptions } from "./runtime.js";
 export { readCheckpoint, writeCheckpoint, type Checkpoint, type Meta } from "./checkpoint.js";

@@ -9,6 +9,13 @@ export interface ModelValue {
   readonly shape: readonly (number | string)[] | undefined;
 }
 
+/** An initializer, without its data. */
+export interface ModelWeight {
+  readonly name: string;
+  readonly dtype: string;
+  readonly shape: readonly number[];
+}
+
 export interface ModelNode {
   readonly type: string;
   /** Empty for standard operators. */
@@ -26,7 +33,7 @@ export interface ModelGraph {
   readonly outputs: readonly ModelValue[];
   /** Inner values with a declared type. */
   readonly values: readonly ModelValue[];
-  readonly weights: readonly (ModelValue & { readonly shape: readonly number[] })[];
+  readonly weights: readonly ModelWeight[];
   readonly nodes: readonly ModelNode[];
 }
 
@@ -65,7 +72,7 @@ function value(bytes: Uint8Array): ModelValue {
   };
 }
 
-function weight(bytes: Uint8Array): ModelValue & { readonly shape: readonly number[] } {
+function weight(bytes: Uint8Array): ModelWeight {
   const at = message(bytes);
   const shape = at(1).flatMap(({ content, value }) => (content.length ? packed(content) : [value]));
   return { name: string(at(8)), dtype: DTYPES.get(at(2)[0]?.value ?? 0) ?? "unknown", shape };

@@ -1,5 +1,5 @@
 /** Parts of the site that do not need a browser. */
-import { expect, test } from "vitest";
+import { expect, test, vi } from "vitest";
 import { eachFile } from "../../../site/src/teach/classes.js";
 import { Vocabulary, sampleId, countOf, LENGTH, randomSequences } from "../../../site/src/write/characters.js";
 
@@ -31,4 +31,21 @@ test("sampling works for a text with a single character", () => {
   const { characters } = new Vocabulary("a".repeat(80));
   expect(characters.length).toBe(2);
   expect([0, 0.5, 1].map((random) => sampleId([9, -3, 7], 2, 0.7, random))).toEqual([1, 1, 1]);
+});
+
+test("every page links documentation and source", async () => {
+  const footer = async (variables: Record<string, string | undefined>): Promise<string> => {
+    for (const [name, value] of Object.entries(variables)) vi.stubEnv(name, value);
+    vi.resetModules();
+    const { shell } = (await import("../../../site/shell.js" as string)) as { shell: () => { transformIndexHtml?: { handler?: (html: string, at: { path: string }) => string } }[] };
+    const page = shell().flatMap((p) => p.transformIndexHtml?.handler?.("<html><head></head><body></body></html>", { path: "/draw/index.html" }) ?? [])[0]!;
+    vi.unstubAllEnvs();
+    return page.slice(page.indexOf("<footer"));
+  };
+  const known = await footer({ DOCS_URL: "../", SOURCE_URL: "https://example.org/source" });
+  expect(known).toContain('<a href="../../">Documentation</a><a href="https://example.org/source">Source</a>');
+  const none = { DOCS_URL: undefined, SOURCE_URL: undefined, GITHUB_SERVER_URL: undefined, GITHUB_REPOSITORY: undefined };
+  // Hidden until the documentation contains the site: docs/conf.py shows it.
+  expect(await footer(none)).toContain('<a href="../../" hidden>Documentation</a><button id="share-page"');
+  expect(await footer({ ...none, GITHUB_SERVER_URL: "https://example.org", GITHUB_REPOSITORY: "a/b" })).toContain('<a href="https://example.org/a/b">Source</a>');
 });

@@ -54,7 +54,7 @@ export function showPredictions(predictions: readonly number[], labels: Uint8Arr
   });
 }
 
-/** Shows the weights of each neuron of the first layer: orange for positive, blue for negative weights. */
+/** Shows weights as images: orange for positive, blue for negative weights. */
 export function showTiles(tiles: readonly Float32Array[], side: number): void {
   const place = $("tiles");
   while (place.children.length > tiles.length) place.lastElementChild!.remove();

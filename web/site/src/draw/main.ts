@@ -2,7 +2,7 @@ import { constant, cosine, linear, type Schedule, type Trainer } from "onnxtrain
 import { type RunSettings, training, inference } from "./code.js";
 import { randomRows, bytesOf, type Data, type Digits, first, concatenated, loadDigits, UserDrawings, VARIANTS } from "./data.js";
 import { argmax, createBars, showBars, showConfusion, showDigits, showPredictions, showTiles } from "./display.js";
-import { predict, type Choice, firstLayer, growNet, openNet } from "./net.js";
+import { predict, type Choice, weightImages, growNet, openNet } from "./net.js";
 import { Pad } from "./pad.js";
 import { Chart } from "../shell/chart.js";
 import { codePanel } from "../shell/code-panel.js";
@@ -25,6 +25,8 @@ const SCHEDULES: Record<string, (lr: number) => Schedule> = { cosine, linear, co
 
 let data: Data;
 let trainer: Trainer | undefined;
+/** The weights before training. */
+let initial: Awaited<ReturnType<typeof weightImages>>;
 let predicting = false;
 let stale = false;
 const drawings = new UserDrawings();
@@ -52,7 +54,9 @@ async function open(): Promise<Trainer> {
   say("Loading ONNX Runtime and the model ...");
   createBars(drawings.names);
   $("bars").classList.toggle("named", drawings.names.length > 10);
-  return (trainer = await openNet(choice()));
+  trainer = await openNet(choice());
+  initial = await weightImages(trainer);
+  return trainer;
 }
 
 const batchOf = (net: Trainer, { image, labels }: Digits) => ({ [net.inputs[0]!]: image, labels });
@@ -81,10 +85,11 @@ async function update(everything: boolean): Promise<void> {
   await predictDrawing();
 }
 
+/** Shows how the weights changed: next to the random start, what is learned would be invisible. */
 async function showLayer(): Promise<void> {
-  const layer = trainer && (await firstLayer(trainer));
+  const layer = trainer && (await weightImages(trainer));
   $("layer").hidden = trainer !== undefined && layer === undefined;
-  if (layer) showTiles(layer.tiles, layer.side);
+  if (layer) showTiles(layer.tiles.map((tile, t) => tile.map((w, i) => w - (initial?.tiles[t]?.[i] ?? 0))), layer.side);
 }
 
 async function predictDrawing(): Promise<void> {

@@ -33,16 +33,26 @@ export async function growNet(old: Trainer, choice: Choice): Promise<Trainer> {
   return next;
 }
 
-/** Returns the weights of the first layer as images, if it is connected to pixels, and their side length. */
-export async function firstLayer(trainer: Trainer): Promise<{ tiles: Float32Array[]; side: number } | undefined> {
-  const weights = trainer.parameters.find((p) => p.name === "layers.0.weight" || p.name === "conv1.weight");
-  if (!weights) return undefined;
-  const { data, dims }: HostTensor = await trainer.getParameter(weights.name);
+/**
+ * Returns the weights from pixels as images, and their side length: of an MLP those from pixels to logits, both layers
+ * multiplied without the activation; of a CNN its filters.
+ */
+export async function weightImages(trainer: Trainer): Promise<{ tiles: Float32Array[]; side: number } | undefined> {
+  const names = new Set(trainer.parameters.map((p) => p.name));
+  const first = ["layers.0.weight", "conv1.weight"].find((n) => names.has(n));
+  if (!first) return undefined;
+  const { data, dims }: HostTensor = await trainer.getParameter(first);
   const width = data.length / dims[0]!;
-  return {
-    tiles: Array.from({ length: dims[0]! }, (_, i) => (data as Float32Array).slice(i * width, (i + 1) * width)),
-    side: Math.sqrt(width),
-  };
+  const rows = Array.from({ length: dims[0]! }, (_, i) => (data as Float32Array).slice(i * width, (i + 1) * width));
+  const side = Math.sqrt(width);
+  if (!names.has("layers.1.weight")) return { tiles: rows, side };
+  const { data: last, dims: [classes] } = await trainer.getParameter("layers.1.weight");
+  const tiles = Array.from({ length: classes! }, (_, k) => {
+    const sum = new Float32Array(width);
+    rows.forEach((row, j) => row.forEach((w, i) => (sum[i]! += (last[k * rows.length + j] as number) * w)));
+    return sum;
+  });
+  return { tiles, side };
 }
 
 /** Returns the logits of images. */

@@ -1,6 +1,7 @@
 import { Artifacts, constant, cosine, linear, type Schedule, type Trainer } from "onnxtrain";
 import { inPage, inPython, type RunSettings } from "./code.js";
 import { rowsOf, type Table } from "./columns.js";
+import { command, facts, type Loss, LOSSES, type PlainModel, plainModel, suggestLoss } from "./plain.js";
 import { readTable, TABLES } from "./tables.js";
 import { batchSpecs, explained, likelyTarget, open, rowCount, type Task, taskFor, taskWithHead } from "./task.js";
 import { Chart } from "../shell/chart.js";
@@ -72,6 +73,8 @@ const STEPS = 400;
 const SCHEDULES: Record<string, (lr: number) => Schedule> = { cosine, linear, constant };
 
 let artifacts: Artifacts | undefined;
+/** An .onnx file without loss and optimizer. */
+let plain: PlainModel | undefined;
 let table: Table | undefined;
 let task: Task | undefined;
 let trainer: Trainer | undefined;
@@ -80,7 +83,7 @@ const run = new Run(chart, enable);
 
 /** Enables the buttons that can be used now. */
 function enable(running = false): void {
-  for (const id of ["start", "resume", "save"]) $<HTMLButtonElement>(id).disabled = running || !task;
+  for (const id of ["start", "resume", "save", "download"]) $<HTMLButtonElement>(id).disabled = running || !task;
 }
 
 const settings = () => ({ epochs: whole("epochs"), batchSize: whole("batch"), schedule: SCHEDULES[text("schedule")]!(positive("lr")) });
@@ -106,6 +109,8 @@ function ready(next: Task, about: string): void {
 /** Creates a task from a model and a table, or from a table alone. */
 async function fit(): Promise<void> {
   task = undefined;
+  $("plain").hidden = plain === undefined;
+  if (plain) return showPlain(plain);
   const tableOnly = table !== undefined && artifacts === undefined;
   $("making").hidden = !tableOnly || table!.kind !== "columns";
   if (artifacts && table) return ready(taskFor(artifacts, table), "");
@@ -118,6 +123,28 @@ async function fit(): Promise<void> {
   state(`A model with ${count.toLocaleString("en")} parameters and the inputs ${inputs.join(" and ")}. Now add a table: a CSV or JSONL file with these columns, or an NPZ file with these arrays.`);
 }
 
+/** Shows what an .onnx file declares, and the command that builds artifacts. */
+function showPlain(given: PlainModel): void {
+  $("making").hidden = true;
+  state(`${given.name} has no loss and no optimizer yet. The command below adds them${table ? `; ${table.name} then trains it` : ""}.`);
+  $("plain-facts").replaceChildren(...facts(given).map(([name, value]) => make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, value))));
+  $("plain-output").replaceChildren(...given.outputs.map((y) => make("option", { value: y.name }, y.name)));
+  $("plain-loss").replaceChildren(...LOSSES.map((loss) => make("option", { value: loss }, loss)));
+  suggest();
+  say("Run the command, then drop the directory art.");
+}
+
+/** Selects the likely loss of the selected output. */
+function suggest(): void {
+  const output = plain!.outputs.find((y) => y.name === text("plain-output"))!;
+  const { loss, note } = suggestLoss(plain!.model, output);
+  $<HTMLSelectElement>("plain-loss").value = loss;
+  show("plain-note", note);
+  showCommand();
+}
+
+const showCommand = (): void => show("command", command(plain!, text("plain-output"), text("plain-loss") as Loss));
+
 function sizes(): number[] {
   const parts = text("hidden").split(/[\s,]+/).filter(Boolean).map(Number);
   if (parts.some((n) => !Number.isSafeInteger(n) || n < 1)) throw new Error(`Hidden layers must be sizes such as 64, 32, got ${text("hidden")}`);
@@ -127,7 +154,12 @@ function sizes(): number[] {
 async function loadFiles(files: readonly File[]): Promise<void> {
   const tables = files.filter((f) => TABLES.test(f.name));
   const model = files.filter((f) => !tables.includes(f));
-  if (model.length) {
+  const [onnx] = model.filter((f) => /\.onnx$/i.test(f.name));
+  if (onnx && !model.some((f) => f.name.endsWith("manifest.json"))) {
+    artifacts = undefined;
+    plain = plainModel(onnx.name, new Uint8Array(await onnx.arrayBuffer()));
+  } else if (model.length) {
+    plain = undefined;
     artifacts = await Artifacts.load(model);
     table = undefined;
   }
@@ -154,6 +186,7 @@ function replaceTask(work: () => Promise<void>): void {
       await work();
     } catch (error) {
       task = undefined;
+      $("plain").hidden = true;
       state((error as Error).message, true);
       throw error;
     } finally {
@@ -203,14 +236,21 @@ $("resume").onclick = () => void run.begin(async (clicked) => {
   await net.load(of.slot);
   await train(of, net, clicked);
 });
-for (const id of ["own-model", "own-data"]) {
+$("plain-output").onchange = suggest;
+$("plain-loss").onchange = showCommand;
+$("copy-command").onclick = () => void attempt(async () => {
+  await navigator.clipboard.writeText($("command").textContent!);
+  show("copied", "Copied.");
+  setTimeout(() => show("copied", ""), 2000);
+});
+for (const id of ["own-model", "own-onnx", "own-data"]) {
   const input = $<HTMLInputElement>(id);
   input.onchange = () => replaceTask(() => loadFiles([...(input.files ?? [])]));
 }
 dropZone($("own-zone"), (files) => replaceTask(async () => loadFiles(await files)));
 $("target").onchange = $("hidden").onchange = () => replaceTask(fit);
 $("example").onclick = () => replaceTask(async () => {
-  artifacts = undefined;
+  artifacts = plain = undefined;
   const response = await fetch(siteFile("data/iris.csv"));
   if (!response.ok) throw new Error(`iris.csv: HTTP ${response.status}`);
   await loadFiles([new File([await response.blob()], "iris.csv")]);

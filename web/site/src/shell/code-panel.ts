@@ -15,7 +15,7 @@ export interface Product {
   readonly bytes: () => Promise<Uint8Array> | Uint8Array;
 }
 
-/** Fills an element with the panel; `refresh()` updates the listings. */
+/** Fills an element with the panel; `refresh()` updates the listings. The button `#download` of a page downloads the model. */
 export function codePanel(
   place: HTMLElement, options: { listings: readonly Listing[]; products?: readonly Product[]; note?: string },
 ): { refresh(): void } {
@@ -39,8 +39,12 @@ export function codePanel(
     shown = listing;
     refresh();
   };
+  const fetched = (p: Product) => void attempt(async () => download(p.name, await p.bytes()));
+  const model = products.find((p) => p.name.endsWith(".onnx"));
+  const button = document.getElementById("download");
+  if (button && model) button.onclick = () => fetched(model);
   const files = products.map((p) => make("li", {}, make("button", {
-    type: "button", className: "quiet", onclick: () => void attempt(async () => download(p.name, await p.bytes())),
+    type: "button", className: "quiet", onclick: () => fetched(p),
   }, `Download ${p.name}`), p.about ? make("span", {}, p.about) : ""));
   place.replaceChildren(make("details", { className: "code-panel panel", ontoggle: refresh },
     make("summary", {}, "Show the code"),

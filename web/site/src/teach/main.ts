@@ -84,6 +84,7 @@ async function learn(): Promise<void> {
   const x = new Float32Array(rows.length * width);
   rows.forEach((r, i) => x.set(r.features, i * width));
   say("Training ...");
+  $("chart").hidden = false;
   const start = performance.now();
   const artifacts = await createHead({ inputs: width, classes: classes.length, optimizer: { lr: 0.003, weightDecay: 0.05 } });
   const fresh = await Trainer.create({ artifacts, device: "wasm", onMessage: say });
@@ -97,6 +98,8 @@ async function learn(): Promise<void> {
   accuracy = (await fresh.evaluate({ x, labels: rows.map((r) => r.label) }))["accuracy"] ?? 0;
   const old = trainer;
   [trainer, learned] = [fresh, classes];
+  $<HTMLButtonElement>("download").disabled = false;
+  $("ask-row").hidden = source !== "images";
   await old?.dispose();
   drawBars();
   say(`Trained on ${rows.length} examples of ${classes.length} classes in ${((performance.now() - start) / 1000).toFixed(1)} s: training accuracy ${(100 * accuracy).toFixed(0)} %, loss ${loss.toFixed(2)}.`);
@@ -114,6 +117,7 @@ function drawBars(): void {
 
 /** Shows the input of the network and the prediction. */
 async function classify(image: ImageData): Promise<void> {
+  $("view").hidden = false;
   const canvas = $<HTMLCanvasElement>("look");
   [canvas.width, canvas.height] = [SIZE, SIZE];
   canvas.getContext("2d")!.putImageData(image, 0, 0);
@@ -148,7 +152,8 @@ async function selectSource(wanted: Source): Promise<void> {
   [close, listener, source] = [undefined, undefined, wanted];
   video.hidden = wanted !== "camera";
   $("look").hidden = wanted === "camera";
-  $("ask-row").hidden = wanted !== "images";
+  $("view").hidden = wanted !== "camera";
+  $("ask-row").hidden = wanted !== "images" || !trainer;
   show("source-note", NOTES[wanted]);
   list.streaming = wanted !== "images";
   list.draw();

@@ -45,6 +45,8 @@ const SAMPLE_STEPS = new Set([1, 25, 50, 100, 200, 400, 800, 1600, 3200]);
 const SAMPLE_LENGTH = 90;
 const DISPLAY_LENGTH = 1600;
 
+const TOO_SHORT = `The text must have more than ${LENGTH} characters`;
+
 const source = $<HTMLTextAreaElement>("source");
 const chart = new Chart($("chart"), [{ label: "loss" }], { height: 170 });
 let trainer: Trainer | undefined;
@@ -146,7 +148,7 @@ async function waitWhilePaused(step: number, loss: number, rate: number): Promis
 /** Trains on the text in the text area, from initial weights. */
 async function start(): Promise<void> {
   const count = countOf(source.value);
-  if (count <= LENGTH) throw new Error(`the text must have more than ${LENGTH} characters, got ${count}`);
+  if (count <= LENGTH) throw new Error(`${TOO_SHORT}, got ${count}`);
   const mine = ++run;
   $<HTMLButtonElement>("pause").disabled = true;
   if (paused) pause();
@@ -183,6 +185,10 @@ function changed(): void {
   aboutSource();
   $("start").textContent = "Train on this text";
   $("start").classList.add("primary");
+  const short = countOf(source.value) <= LENGTH;
+  $<HTMLButtonElement>("start").disabled = short;
+  if (short) say(`${TOO_SHORT}, got ${countOf(source.value)}.${trainer ? " The model keeps the previous text." : ""}`);
+  else if ($("status").textContent!.startsWith(TOO_SHORT)) say('Press "Train on this text".');
 }
 
 function setText(text: string): void {
@@ -236,5 +242,5 @@ function trained(): Trainer {
 setText(fromLink(location.hash) ?? sonnets);
 show("temperature-shown", text("temperature"));
 panel.refresh();
-$<HTMLButtonElement>("start").disabled = false;
+$<HTMLButtonElement>("start").disabled = countOf(source.value) <= LENGTH;
 void again().catch(fail);

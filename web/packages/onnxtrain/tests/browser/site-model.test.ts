@@ -1,8 +1,9 @@
+import { execFileSync } from "node:child_process";
 import { cpSync, mkdirSync, readFileSync } from "node:fs";
 import { join } from "node:path";
 import type { Page } from "playwright-core";
 import { afterAll, beforeAll, expect, test } from "vitest";
-import { FIXTURES, runPython } from "../support.js";
+import { FIXTURES, python, runPython } from "../support.js";
 import { DESK, PHONE, Site, until } from "./site.js";
 
 let site: Site;
@@ -38,6 +39,13 @@ write("gap.csv", [head, *rows[:2], rows[2].replace(rows[2].split(",")[3], "")])
 write("few.csv", [head.replace("x.9,", "")] + [",".join(r.split(",")[1:]) for r in rows])
 write("half.csv", [head, *rows[:5], rows[5].rsplit(",", 1)[0] + ",0.5"])
 write("bad.jsonl", ['{"x": [1, 2], "labels": 0}', '{"x": [1], "labels": 0}'])
+import onnx, onnx.parser
+def model(name, text): onnx.save(onnx.parser.parse_model('<ir_version: 8, opset_import: ["" : 17], producer_name: "a tool"> net ' + text), folder + "/" + name)
+weights = ", ".join(f"{v:.4f}" for v in np.random.default_rng(2).normal(size=40) / 3)
+layer = "<float[10,4] w = {" + weights + "}> { h = MatMul(x, w) "
+model("my classifier.onnx", "(float[batch,10] x) => (float[batch,4] probabilities) " + layer + "probabilities = Softmax<axis = -1>(h) }")
+model("two.onnx", "(float[batch,10] x) => (float[batch,4] score, float[batch,4] price) " + layer + "score = Sigmoid(h) price = Neg(h) }")
+model("no weights.onnx", "(float[batch] x) => (float[batch] y) { y = Relu(x) }")
 write("number.csv", ["width,height,area", *(f"{a:.3f},{b:.3f},{a * b + 0.001:.3f}" for a, b in np.random.default_rng(1).random((200, 2)))])
 `,
     site.folder,
@@ -132,6 +140,39 @@ test("builds an MLP for a table without a model, also on a phone", async () => {
   await train(page, { Epochs: "20" });
   await until(page, "Done");
   expect(await page.locator("#accuracy").innerText()).toMatch(/^loss 0\.0/);
+  expect(pageErrors).toEqual([]);
+  await close();
+});
+
+test("a plain .onnx file gives a command that builds it, and the result trains", async () => {
+  const { page, pageErrors, close } = await site.page("model/", { ...DESK, acceptDownloads: true, permissions: ["clipboard-read", "clipboard-write"] });
+  const onnx = (name: string) => page.setInputFiles("#own-onnx", file(name));
+  await onnx("no weights.onnx");
+  await expect.poll(() => state(page).innerText()).toBe("no weights.onnx: no float weights to train; export the model with its weights inside");
+  await onnx("two.onnx");
+  const command = page.locator("#command");
+  await expect.poll(() => command.innerText()).toBe("onnxtrain build two.onnx --loss bce_with_logits --loss-output score --target web -o art/");
+  await page.locator("#plain-output").selectOption("price");
+  await page.locator("#plain-loss").selectOption("mse");
+  expect(await command.innerText()).toBe("onnxtrain build two.onnx --loss mse --loss-output price --target web -o art/");
+  await onnx("my classifier.onnx");
+  await expect.poll(() => page.locator("#plain-note").innerText()).toBe("'probabilities' ends in Softmax: cross_entropy reads the logits before it.");
+  expect(await page.locator("#plain-facts").innerText()).toMatch(/x: float32\[batch, 10\][^]*probabilities: float32\[batch, 4\][^]*40 in 1 tensor[^]*1 MatMul, 1 Softmax[^]*17, written by a tool/);
+  await page.getByRole("button", { name: "Copy the command" }).click();
+  const copied = await page.evaluate(() => navigator.clipboard.readText());
+  expect(copied).toBe("onnxtrain build 'my classifier.onnx' --loss cross_entropy --metric accuracy --target web -o art/");
+  execFileSync("bash", ["-c", copied.replace("onnxtrain", '"$PYTHON" -m onnxtrain').replace("art/", "built/")], { cwd: site.folder, env: { ...process.env, PYTHON: python() }, stdio: "pipe" });
+  await page.setInputFiles("#own-model", file("built"));
+  await give(page, "good.npz");
+  await expect.poll(() => state(page).innerText()).toContain("400 rows from good.npz");
+  expect(await page.locator("#plain").isVisible()).toBe(false);
+  await train(page, { "Learning rate": "0.1", Epochs: "10" });
+  await until(page, "Done: 100 steps");
+  expect(await accuracy(page)).toBeGreaterThan(75);
+  const [trained] = await Promise.all([page.waitForEvent("download"), page.getByRole("button", { name: "Download .onnx" }).click()]);
+  await trained.saveAs(file("trained.onnx"));
+  // The file is the user's model: it still ends in Softmax.
+  expect(runPython("import onnxruntime, sys, numpy as np; print(onnxruntime.InferenceSession(sys.argv[1]).run(None, {'x': np.ones((1, 10), 'f')})[0].sum())", file("trained.onnx")).trim()).toMatch(/^(1\.0|0\.99999|1\.00000)/);
   expect(pageErrors).toEqual([]);
   await close();
 });

@@ -32,9 +32,10 @@ test("trains on a text automatically; pause, resume and download the model", asy
   expect(kept.map((k) => k.split("\n")[0]).slice(0, 2)).toEqual(["first step", "25 steps"]);
   const still = await typed(page);
 
+  const [model] = await Promise.all([page.waitForEvent("download"), page.getByRole("button", { name: "Download .onnx" }).click()]);
+  expect(model.suggestedFilename()).toBe("writer.onnx");
   await page.getByText("Show the code").click();
   expect(await page.locator(".code-panel code").innerText()).toContain("trainer.learningRate = 0.003;");
-  const [model] = await Promise.all([page.waitForEvent("download"), page.getByRole("button", { name: "Download writer.onnx" }).click()]);
   const [characters] = await Promise.all([page.waitForEvent("download"), page.getByRole("button", { name: "Download characters.json" }).click()]);
   await model.saveAs(join(site.folder, "writer.onnx"));
   await characters.saveAs(join(site.folder, "characters.json"));
@@ -82,8 +83,10 @@ test("a link restores settings and text, and a text that is too short is rejecte
   await expect.poll(() => page.url()).toContain("rate=0.001");
   expect(new URLSearchParams(new URL(page.url()).hash.slice(1)).get("text")).toBe(text);
   await page.locator("#source").fill("too short");
-  await page.getByRole("button", { name: "Train on this text" }).tap();
-  await until(page, "Failed: the text must have more than 64 characters, got 9");
+  await until(page, "The text must have more than 64 characters, got 9. The model keeps the previous text.");
+  expect(await page.getByRole("button", { name: "Train on this text" }).isDisabled()).toBe(true);
+  await page.locator("#source").fill("");
+  await until(page, "The text must have more than 64 characters, got 0.");
   // The previous run can continue with its own text.
   const still = await typed(page);
   await page.getByRole("button", { name: "Resume" }).tap();

@@ -29,6 +29,29 @@ test.each(PAGES)("page '%s' has no serious accessibility violations, on a phone 
   }
 });
 
+test("every page offers the trained model without opening a panel, and a link to itself", async () => {
+  const { page, close } = await site.page("", { ...DESK, permissions: ["clipboard-read", "clipboard-write"] });
+  for (const path of PAGES) {
+    await page.goto(site.address + path);
+    if (path) expect(await page.getByRole("button", { name: "Download .onnx" }).isVisible(), path).toBe(true);
+    await page.getByRole("button", { name: "Share this page" }).click();
+    await page.getByRole("button", { name: "Link copied" }).waitFor();
+    expect(await page.evaluate(() => navigator.clipboard.readText())).toMatch(new RegExp(`^${site.address}${path}(#.*)?$`));
+  }
+  await close();
+});
+
+test("on a phone, metrics stand in even rows and a net of three layers fits", async () => {
+  const { page, close } = await site.page("draw/", PHONE);
+  const lefts = await page.locator(".facts > div").evaluateAll((all) => all.map((e) => Math.round(e.getBoundingClientRect().left)));
+  expect(new Set(lefts).size).toBe(2);
+  await page.goto(`${site.address}playground/#hidden=8-6-4`);
+  await page.locator(".column").nth(4).waitFor();
+  const [inner, outer] = await page.locator(".diagram").evaluate((e) => [e.scrollWidth, e.clientWidth]);
+  expect(inner).toBeLessThanOrEqual(outer!);
+  await close();
+});
+
 test("every page has a title, a description and link previews", async () => {
   const { page, close } = await site.page("", DESK);
   for (const path of PAGES) {
