@@ -135,6 +135,9 @@ def batch(model: ir.Model) -> dict[str, np.ndarray]:
         name = x.name or ""
         if name == "position_ids":
             feeds[name] = np.tile(np.arange(length), (rows, 1))
+        elif name.startswith("past") and x.shape is not None and len(x.shape) == 3:
+            sizes = [int(str(n)) for n in x.shape[1:]]  # the state of a short convolution
+            feeds[name] = np.zeros((rows, *sizes), np.float32)
         elif name.startswith("past"):
             assert x.shape is not None
             heads = x.shape[1]

@@ -8,6 +8,8 @@ nodes.
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -32,6 +34,7 @@ PACKED: dict[str, dict[str, tuple[str, ...]]] = {
     "glm": {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")},
     "glm4": {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")},
     "gpt2": {"attn.c_attn": ("attn.q_proj", "attn.k_proj", "attn.v_proj")},
+    "granitemoehybrid": {"shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj")},
 }
 """model_type -> packed module of transformers -> the separate modules that files may have."""
 
@@ -51,6 +54,12 @@ _BERT: _Rules = (
     (r"\.attention\.(query|key|value)$", r".attention.self.\1"),
     (r"\.attention\.dense$", ".attention.output.dense"),
     (r"(\.layer\.\d+)\.dense$", r"\1.output.dense"),
+)
+_LFM2: _Rules = (
+    (r"\.self_attn\.o_proj$", ".self_attn.out_proj"),
+    (r"\.mlp\.gate_proj$", ".feed_forward.w1"),
+    (r"\.mlp\.up_proj$", ".feed_forward.w3"),
+    (r"\.mlp\.down_proj$", ".feed_forward.w2"),
 )
 RENAMED: dict[str, _Rules] = {
     "phi": (
@@ -78,10 +87,34 @@ RENAMED: dict[str, _Rules] = {
         (r"\.ffn\.up_proj$", ".ffn.lin1"),
         (r"\.ffn\.down_proj$", ".ffn.lin2"),
     ),
+    "granitemoehybrid": ((r"\.mlp\.down_proj$", ".shared_mlp.output_linear"),),
+    **dict.fromkeys(("lfm2", "lfm2moe", "lfm2_moe"), _LFM2),
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "electra"), _BERT),
     **dict.fromkeys(("falcon", "bloom", "gpt_neox", "persimmon"), _DECODER_RULES),
 }
 """model_type -> (pattern of a path in the file, path in transformers)."""
+
+_TRANSLATED = ("onnxruntime-genai", "mobius")
+"""Producers that name the modules of all families alike, in their own words."""
+
+_ATTENTION, _MLP = r"self_attn\.[qkvo]_proj", r"mlp\.(gate|up|down)_proj"
+_LLAMA = f"{_ATTENTION}|{_MLP}"
+_LFM2_MODULES = r"self_attn\.([qkv]|out)_proj|conv\.(in|out)_proj|feed_forward\.w[123]"
+_LIKE_LLAMA = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gemma3_text", "granite"),
+    *("olmo", "olmo2", "arcee", "nemotron", "smollm3", "ernie4_5", "ernie4_5_dense"),
+    *("hunyuandensev1", "hunyuan_v1_dense"),
+)
+MODULES: dict[str, str] = {
+    **dict.fromkeys(_LIKE_LLAMA, _LLAMA),
+    **dict.fromkeys(("phi3", "phi4mm"), r"self_attn\.(qkv|o)_proj|mlp\.(gate_up|down)_proj"),
+    **dict.fromkeys(("glm", "glm4"), rf"{_ATTENTION}|mlp\.(gate_up|down)_proj"),
+    **dict.fromkeys(("lfm2", "lfm2moe", "lfm2_moe"), _LFM2_MODULES),
+    "phi": r"self_attn\.([qkv]_proj|dense)|mlp\.fc[12]",
+    "granitemoehybrid": rf"{_ATTENTION}|mamba\.(in|out)_proj|shared_mlp\.(in|out)put_linear",
+}
+"""model_type -> the linear layers of a block in transformers; those of `RENAMED` that are not here
+are known from its rules. Compared with transformers and PEFT by ``tests.adapters.peft_check``."""
 
 INTERLEAVED = frozenset({"falcon", "bloom", "gpt_neox", "persimmon", "codegen"})
 """Model types whose packed qkv layer interleaves queries, keys and values by head."""
@@ -116,6 +149,43 @@ def transformers_name(module: str, family: str | None) -> str:
     return module
 
 
+def unverified_modules(model: ir.Model, modules: Sequence[str], family: str | None) -> list[str]:
+    """Return the modules of an adapted file that transformers may call otherwise.
+
+    Exporters that translate module names use one vocabulary for all families. Their names are
+    known for the families of `MODULES` and `RENAMED`. Other families are compared with the class of
+    transformers, where torch and transformers are installed.
+    """
+    names = model.graph.initializers
+    translated = model.producer_name in _TRANSLATED or any(_BUILDER_WEIGHT in n for n in names)
+    if not translated:
+        return []
+    known = MODULES.get(family or "")
+    if known is not None:
+        pattern = re.compile(rf"(model\.layers\.\d+\.({known})|model\.embed_tokens|lm_head)")
+        return [m for m in modules if not pattern.fullmatch(m)]
+    if family in RENAMED:
+        return []
+    torch_names = _torch_modules(family, modules)
+    return [m for m in modules if m not in torch_names]
+
+
+def _torch_modules(family: str | None, modules: Sequence[str]) -> frozenset[str]:
+    """Return the names of all modules of a family's class in transformers; empty if unknown."""
+    needed = ("torch", "transformers")
+    if family is None or any(importlib.util.find_spec(n) is None for n in needed):
+        return frozenset()
+    layers = [int(n) for m in modules for n in re.findall(r"\.layers\.(\d+)\.", m)]
+    torch, transformers = map(importlib.import_module, needed)
+    try:
+        config = transformers.AutoConfig.for_model(family, num_hidden_layers=max(layers) + 1)
+        with torch.device("meta"):  # without memory for the weights
+            net = transformers.AutoModelForCausalLM.from_config(config)
+    except Exception:  # classes of other kinds of models raise anything
+        return frozenset()
+    return frozenset(name for name, _ in net.named_modules())
+
+
 def is_packed_by_heads(module: str, family: str | None) -> bool:
     """Return whether transformers packs this module with others, interleaved by head.
 
@@ -140,6 +210,7 @@ _SUFFIX = re.compile(r"_(Q\d+(G\d+)?|quantized|Bnb4)$")
 # Node metadata of torch.onnx exports: the module paths from the root to the node, as a list.
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _OPERATOR = re.compile(r"^(node_)?(MatMul|Gemm|Gather|Conv|Fused\w+|Quant\w+)\w*$")
+_BUILDER_WEIGHT = ".MatMul.weight"
 # onnxruntime-genai's builder calls self_attn "attn" in all model families.
 _GENAI_BUILDER = re.compile(r"^(model\.layers\.\d+)\.attn\.")
 
@@ -177,7 +248,7 @@ def to_transformers_path(path: str) -> str:
 
 def is_genai_builder(weights: Sequence[ir.Value]) -> bool:
     """Return whether weights have the names of onnxruntime-genai's builder."""
-    return any(".MatMul.weight" in (x.name or "") for x in weights)
+    return any(_BUILDER_WEIGHT in (x.name or "") for x in weights)
 
 
 def _scopes(node: ir.Node) -> list[str]:

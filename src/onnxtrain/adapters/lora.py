@@ -7,6 +7,7 @@ merged model.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from onnxtrain.adapters.branches import (
     hyperparameter_problem,
     initial_values,
 )
-from onnxtrain.adapters.families import is_packed_by_heads, model_type
+from onnxtrain.adapters.families import is_packed_by_heads, model_type, unverified_modules
 from onnxtrain.adapters.layers import (
     CONV,
     TargetModule,
@@ -118,6 +119,22 @@ class Adapted:
         """Modules that PEFT cannot adapt: torch packs them with others, interleaved by head."""
         return tuple(a.module for a in self.adapters if is_packed_by_heads(a.module, self.family))
 
+    @functools.cached_property
+    def peft_problem(self) -> str | None:
+        """Why the adapters cannot be exported to PEFT, or ``None``."""
+        if self.not_in_peft:
+            return (
+                f"torch packs {self.not_in_peft[0]!r} with other modules of {self.family}, "
+                "interleaved by head"
+            )
+        modules = [a.module for a in self.adapters]
+        unknown = unverified_modules(self.plain, modules, self.family)
+        if not unknown:
+            return None
+        family = repr(self.family) if self.family else "an unknown model_type"
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        return f"there is no rule for the names of {family} in transformers: {unknown[0]}{more}"
+
     def with_parameters(self, arrays: Mapping[str, np.ndarray]) -> Adapted:
         """Return a copy with other values of the adapters."""
         model = self.model.clone()
@@ -148,7 +165,8 @@ class Adapted:
             task_type: ``task_type`` of the configuration, such as ``"CAUSAL_LM"``.
 
         Raises:
-            PrepareError: if torch packs an adapted module with others, interleaved by head.
+            PrepareError: if torch packs an adapted module with others, interleaved by head, or the
+                names of its modules in transformers are unknown.
         """
         values = trained_values(self, weights)
         saved = saved_modules(self, non_adapter_values(self, weights))

@@ -17,7 +17,11 @@ from onnxtrain.adapters.branches import AdapterSpec, attach_adapters
 from onnxtrain.adapters.layers import find_base_layers, find_target_modules
 from onnxtrain.errors import PrepareError, SaveError
 from onnxtrain.graph.io import save
-from onnxtrain.graph.io.external_data import STORED_TENSOR, StoredTensor
+from onnxtrain.graph.io.external_data import (
+    MAPPED_MODEL_BYTES,
+    STORED_TENSOR,
+    StoredTensor,
+)
 from onnxtrain.graph.io.writer import bytes_writer, write_files
 from onnxtrain.importer.parameters import PARAMETERS
 from onnxtrain.runtime.ort_values import write_adapter
@@ -29,12 +33,16 @@ if TYPE_CHECKING:
 def save_with_external_references(model: ir.Model, path: str | os.PathLike[str]) -> None:
     """Write a model; refer to external data in the same folder instead of copying it.
 
-    Without such data the model is saved as usual, so that it can be moved with its own data.
+    Without such data the model is saved with its own, so that it can be moved. Large weights that
+    are mapped from a file stay external: a protobuf with them would be in memory twice.
     """
     folder = Path(os.path.abspath(os.fsdecode(path))).parent
     locations = {n: _external_location(x) for n, x in model.graph.initializers.items()}
     if not any(p is not None and Path(p.file).parent == folder for p in locations.values()):
-        save(model, path)
+        if any(locations.values()):
+            save(model, path, external_data_above=MAPPED_MODEL_BYTES)
+        else:
+            save(model, path)
         return
     work = model.clone()
     for name, x in work.graph.initializers.items():

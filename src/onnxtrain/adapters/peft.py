@@ -164,12 +164,15 @@ def write_peft(
     task_type: str | None = None,
 ) -> None:
     """Write adapters and whole modules as a directory that ``PeftModel.from_pretrained`` loads."""
-    if adapted.not_in_peft:
+    if adapted.peft_problem is not None:
+        advice = (
+            "remove q_proj, k_proj and v_proj from `targets`"
+            if adapted.not_in_peft
+            else "install torch and transformers, to compare the names; or pass family="
+        )
         raise PrepareError(
-            f"cannot export to PEFT: torch packs {adapted.not_in_peft[0]!r} with other modules of "
-            f"{adapted.family}, interleaved by head\n"
-            "hint: export_merged and export_ort_adapter support it; or remove q_proj, k_proj and "
-            "v_proj from `targets`"
+            f"cannot export to PEFT: {adapted.peft_problem}\n"
+            f"hint: export_merged and export_ort_adapter support it; or {advice}"
         )
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)

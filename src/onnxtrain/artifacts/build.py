@@ -67,7 +67,7 @@ from onnxtrain.errors import (
     hints_name_freeze,
 )
 from onnxtrain.graph.io import Source, load
-from onnxtrain.graph.io.external_data import SharedWeights
+from onnxtrain.graph.io.external_data import SharedWeights, release_memory
 from onnxtrain.graph.io.proto_checks import STANDARD_DOMAINS
 from onnxtrain.graph.memory_usage import symbolic_peaks
 from onnxtrain.graph.shapes.unknown import specialize
@@ -167,6 +167,8 @@ def build(
             if not options.target.prefers("multi-step"):
                 options = dataclasses.replace(options, steps_per_call=1)
             artifacts = merge_targets(artifacts, _build_for_target(source, options))
+    if artifacts.shared is not None:
+        release_memory()
     return artifacts
 
 
@@ -188,7 +190,9 @@ def _load_source(model: Source, options: BuildOptions) -> LoadedSource:
     source = specialize(source, sizes)
     check_inputs(source)
     shared = SharedWeights()
-    large = shared.take(source)
+    # Models for browsers and older opsets are self-contained as long as protobufs can be.
+    mapped = options.opset is None and not options.target.lacks("output-binding")
+    large = shared.take(source, mapped=mapped)
     if large and options.opset is not None:
         raise PrepareError(
             "opset= does not support models with weights in a shared file\n"

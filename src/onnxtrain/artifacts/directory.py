@@ -226,6 +226,7 @@ class Artifacts(SummaryRepr):
         data = self.models[model_key(spec)].SerializeToString(deterministic=True)
         if self.shared is None or self.shared.path is None:
             return data
+        self.shared.check()
         return ModelWithWeightsFolder.of(data, str(self.shared.path.parent))
 
     def with_arrays(self, array_of: Callable[[str], np.ndarray]) -> Artifacts:
@@ -254,13 +255,18 @@ class Artifacts(SummaryRepr):
         return "Artifacts", rows
 
     def _large_weights(self) -> Path | None:
-        """Return the weights file if it is too large to read into memory."""
+        """Return the weights file if it is too large to read into memory.
+
+        Raises:
+            LoadError: if it was changed since the build.
+        """
         if self.shared is not None:
+            self.shared.check()
             return self.shared.path
         if self.directory is None or self.manifest.weights is None:
             return None
         path = self.directory / self.manifest.weights
-        return path if path.stat().st_size > external_data.LARGE_MODEL_BYTES else None
+        return path if path.stat().st_size > external_data.MAPPED_MODEL_BYTES else None
 
     def _read_models(self, *, with_weights: bool) -> dict[str, onnx.ModelProto]:
         assert self.directory is not None

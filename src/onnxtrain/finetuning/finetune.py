@@ -11,13 +11,15 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.adapters import Adapted, lora
+from onnxtrain.adapters.ort_adapter import save_with_external_references
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.artifacts.build import build
 from onnxtrain.errors import OnnxTrainError, SaveError, by_caller
@@ -30,7 +32,8 @@ from onnxtrain.finetuning.tasks import (
     Task,
     VisionTask,
 )
-from onnxtrain.graph.io import CheckedModel, load, save
+from onnxtrain.graph.io import CheckedModel, load
+from onnxtrain.graph.io.external_data import move_to_file, release_memory
 from onnxtrain.graph.io.limits import JSON_BYTES, read_json, read_regular
 from onnxtrain.graph.io.writer import as_save_error, bytes_writer, write_files
 from onnxtrain.importer import expose_weights
@@ -59,7 +62,7 @@ _COMPANION_FILES = (
 
 
 def write_outputs(
-    trainer: Trainer,
+    weights: Trainer | Mapping[str, np.ndarray],
     adapted: Adapted | None,
     folder: ModelFolder,
     output: Path,
@@ -68,18 +71,25 @@ def write_outputs(
 ) -> dict[str, str]:
     """Write the trained model; return a description of each file or folder.
 
+    Args:
+        weights: the trained weights by name; a trainer, unless the model is a language model.
+        adapted: the model with adapters, if there are any.
+        folder: the original model.
+        output: the output folder.
+        requantize: merge adapters into quantized weights.
+
     Language models with adapters: ``peft/``, ``adapter.onnx_adapter`` with ``base/``, ``merged/``.
     Other models with adapters: ``peft/`` and ``merged/``. Without adapters: ``merged/`` only.
     """
     written: dict[str, str] = {}
     merged = output / "merged" / folder.path.name
     merged.parent.mkdir(parents=True, exist_ok=True)
-    if adapted is not None and not adapted.not_in_peft:
-        adapted.export_peft(output / "peft", trainer, task_type=_PEFT_TASK_TYPES.get(folder.kind))
+    if adapted is not None and adapted.peft_problem is None:
+        adapted.export_peft(output / "peft", weights, task_type=_PEFT_TASK_TYPES.get(folder.kind))
         written["peft/"] = "adapters for PEFT"
     if adapted is not None and folder.kind == "causal_lm":
         if not adapted.dora:
-            adapted.export_ort_adapter(output / "adapter.onnx_adapter", trainer)
+            adapted.export_ort_adapter(output / "adapter.onnx_adapter", weights)
             base = output / "base" / folder.path.name
             base.parent.mkdir(parents=True, exist_ok=True)
             adapted.export_ort_base(base)
@@ -87,22 +97,22 @@ def write_outputs(
             written["adapter.onnx_adapter"] = "adapters for onnxruntime and onnxruntime-genai"
             written["base/"] = "base model for adapter.onnx_adapter"
         quantized = "requantize" if requantize else "branch"
-        report = adapted.export_merged(merged, trainer, quantized=quantized)
+        report = adapted.export_merged(merged, weights, quantized=quantized)
         written["merged/"] = f"model for inference; {report}"
-    elif folder.kind == "causal_lm":
-        save(with_trained_weights(folder, trainer), merged)
+    elif isinstance(weights, Mapping):
+        save_with_external_references(with_trained_weights(folder, weights), merged)
         written["merged/"] = "model for inference, with the trained weights"
     else:
-        trainer.export(merged)
+        weights.export(merged)
         written["merged/"] = "model for inference, with the trained weights"
     copy_companion_files(folder, merged.parent)
     return written
 
 
-def with_trained_weights(folder: ModelFolder, trainer: Trainer) -> ir.Model:
+def with_trained_weights(folder: ModelFolder, weights: Mapping[str, np.ndarray]) -> ir.Model:
     """Return the original model, including its KV cache, with the trained weights."""
     model, _ = expose_weights(load(folder.model))
-    for name, array in trainer.parameters.items():
+    for name, array in weights.items():
         x = model.graph.initializers[name]
         assert x.const_value is not None
         dtype = x.const_value.dtype
@@ -364,6 +374,7 @@ class FineTuneRun:
 
     def __init__(self, model: str | os.PathLike[str], data: Any, options: FineTuneOptions) -> None:
         self.folder: ModelFolder = inspect_model(model, options.kind)
+        move_to_file(self.folder.model.model)  # weights of all models of the run, in memory once
         self.options = options.completed(self.folder.kind)
         task = PreferenceTask if self.options.method != "sft" else _TASK_CLASSES[self.folder.kind]
         self.task: Task = task(self.folder, self.options, data)
@@ -422,7 +433,9 @@ class FineTuneRun:
         if self.options.device != "cpu":
             return []
         sizes, description = self.task.memory_sizes()
-        return [f"memory: about {format_bytes(plan(artifacts, **sizes).peak)} at {description}"]
+        planned = plan(artifacts, **sizes)
+        release_memory()
+        return [f"memory: about {format_bytes(planned.peak_here)} at {description}"]
 
     def run(self, output: Path) -> FineTuneResult:
         """Train, and write results to a folder."""
@@ -437,21 +450,36 @@ class FineTuneRun:
             output.mkdir(parents=True, exist_ok=True)
         write_json(output / SETTINGS, self._settings)
         prompts, texts_before = self._generate_before(say)
+        weights, history, before, after = self._train(artifacts, output, say)
+        del artifacts  # exports and samples take as much memory as the step did
+        release_memory()
+        files = write_outputs(weights, adapted, self.folder, output, requantize=bool(o.requantize))
+        if isinstance(task, ClassificationTask | VisionTask):
+            write_json(output / "labels.json", dict(enumerate(task.classes)))
+            files["labels.json"] = "class names by index"
+        samples = self._samples(prompts, texts_before, output)
+        notes = tuple(dict.fromkeys(task.notes))
+        result = FineTuneResult(history, before, after, samples, files, notes)
+        self._report(result, output, say)
+        return result
+
+    def _train(
+        self, artifacts: Artifacts, output: Path, say: PrintLine
+    ) -> tuple[Trainer | dict[str, np.ndarray], History, dict[str, float], dict[str, float]]:
+        """Return the trained weights, the history, and the metrics before and after."""
+        o, task = self.options, self.task
         trainer = Trainer(artifacts, device=o.device, seed=o.seed, threads=o.threads)
+        artifacts.release_arrays()
+        release_memory()
         validation = task.batches(trainer.inputs, validation=True)
         before = self._evaluate(trainer, validation)
         if before:
             say(f"before: {_format_metrics(before)}")
         history = self._fit(trainer, output, validation)
         after = self._evaluate(trainer, validation)
-        files = write_outputs(trainer, adapted, self.folder, output, requantize=bool(o.requantize))
-        if isinstance(task, ClassificationTask | VisionTask):
-            write_json(output / "labels.json", dict(enumerate(task.classes)))
-            files["labels.json"] = "class names by index"
-        samples = self._samples(prompts, texts_before, output)
-        result = FineTuneResult(history, before, after, samples, files, tuple(task.notes))
-        self._report(result, output, say)
-        return result
+        language_model = self.folder.kind == "causal_lm"
+        weights = dict(trainer.parameters) if language_model else trainer
+        return weights, history, before, after
 
     def _fit(self, trainer: Trainer, output: Path, validation: Any) -> History:
         o, task = self.options, self.task
@@ -596,11 +624,8 @@ def _adapter_notes(adapted: Adapted, artifacts: Artifacts) -> list[str]:
             f"{len(unused)} adapters do not train, the loss does not depend on them: "
             f"{', '.join(unused[:3])}{more}"
         )
-    if adapted.not_in_peft:
-        notes.append(
-            f"no peft/: torch packs {adapted.not_in_peft[0]} with other modules, "
-            "interleaved by head"
-        )
+    if adapted.peft_problem is not None:
+        notes.append(f"no peft/: {adapted.peft_problem}")
     return notes
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import mmap
 import os
 import re
 import subprocess
@@ -67,6 +68,11 @@ class Plan:
     def peak(self) -> int:
         """The sum of all parts, in bytes."""
         return sum(self.parts.values())
+
+    @property
+    def peak_here(self) -> int:
+        """The peak in this process, which holds more than the libraries, in bytes."""
+        return self.peak - self.parts[_LIBRARIES] + process_memory()
 
     @property
     def fits(self) -> bool:
@@ -324,6 +330,7 @@ def _peak_bytes(run: TrainingMemory, symbols: Mapping[str, int]) -> int:
 
 # Measured with `python -m benchmarks.planned_memory`.
 _INTERPRETER_BYTES = 120 << 20  # used where /proc does not exist
+_LIBRARIES = "interpreter and libraries"
 _SESSION_BYTES = 22 << 20  # code of kernels that is paged in, thread pools, sessions of the update
 _BYTES_PER_NODE = 8 << 10  # memory of a session per node
 _BYTES_PER_PACKED_WEIGHT = 0.5  # a weight of 4 bits in the layout of the kernels
@@ -370,7 +377,7 @@ class TrainingMemory:
             for part in (self.artifacts.values, self.artifacts.state)
         )
         return {
-            "interpreter and libraries": interpreter_memory(),
+            _LIBRARIES: interpreter_memory(),
             "sessions": _SESSION_BYTES + _BYTES_PER_NODE * len(self.graph.nodes),
             "frozen weights": frozen,
             "packed copies of frozen weights": packed,
@@ -427,6 +434,15 @@ def interpreter_memory() -> int:
         return int(lines[0].split()[1]) << 10
     except (OSError, subprocess.SubprocessError, IndexError, ValueError):
         return _INTERPRETER_BYTES
+
+
+def process_memory() -> int:
+    """Return the memory of this process, or that of one with the libraries where unknown."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * mmap.PAGESIZE
+    except (OSError, IndexError, ValueError):
+        return interpreter_memory()
 
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}

@@ -53,7 +53,28 @@ FAMILIES = {
     "nemotron": "Nemotron",
     "smollm3": "SmolLM3",
     "ernie": "Ernie4_5",
+    "hunyuan": "HunYuanDenseV1",
+    "lfm2": "Lfm2",
+    "granitehybrid": "GraniteMoeHybrid",
 }
+OWN = {
+    # Rotations of half a head want heads twice as long.
+    "phi": {"hidden_size": 128, "head_dim": 32, "vocab_size": 160},
+    "nemotron": {"hidden_size": 128, "head_dim": 32, "vocab_size": 160},
+    # The builder takes any layer for the head that has as many outputs as there are words.
+    "phi3": {"vocab_size": 160},
+    "ernie": {"vocab_size": 160},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "granitehybrid": {
+        "layer_types": ["attention", "attention"],
+        "shared_intermediate_size": 96,
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+    },
+}
+"""Settings of a family besides those of `COMMON`."""
 PRECISIONS = ("fp32", "fp16", "int4")
 
 
@@ -63,11 +84,7 @@ def checkpoint(folder: Path, name: str) -> None:
     suffix = "TextConfig" if name == "gemma3" else "Config"
     settings = getattr(transformers, prefix + suffix)
     own = set(settings().to_dict()) | {"head_dim", "original_max_position_embeddings"}
-    # Rotations of half a head want heads twice as long.
-    wide = {"hidden_size": 128, "head_dim": 32} if name in ("phi", "nemotron") else {}
-    # The builder takes any layer for the head that has as many outputs as there are words.
-    words = {"vocab_size": 160} if name in ("phi", "phi3", "nemotron", "ernie") else {}
-    sizes = {**COMMON, **wide, **words}
+    sizes = {**COMMON, **OWN.get(name, {})}
     config = settings(**{k: v for k, v in sizes.items() if k in own})
     torch.manual_seed(0)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)

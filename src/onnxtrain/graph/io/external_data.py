@@ -4,29 +4,36 @@
 checks the open descriptor and maps the file read-only from it. The file is never opened by name
 again, so nobody can replace it between the check and the use.
 
-:class:`SharedWeights` keeps weights that are too large for a protobuf in one file, to which all
-models of a run refer. A model loaded with external data has such a file already: its tensors are
-referenced in place. Otherwise the tensors are written once to a temporary file, which is deleted
-with the last reference to it.
+:class:`SharedWeights` keeps large weights in one file, to which all models of a run refer. A model
+loaded with external data has such a file already: its tensors are referenced in place. Otherwise
+the tensors are written once to a temporary file, which is deleted with the last reference to it;
+:func:`move_to_file` does so for a loaded model. :func:`release_memory` gives the memory of mapped
+files back to the system.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import mmap
 import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import BinaryIO
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
+from onnxtrain.errors import LoadError
 from onnxtrain.graph.io.limits import CORRUPT, OPEN_NONBLOCKING, Limits, ProblemKind, quote
 
 _HINT_COPY = "copy the model and its data into one directory and load that (`cp -L` follows links)"
@@ -241,9 +248,38 @@ def _map(directory: str, parts: list[str], limits: Limits) -> _Mapped:
             raise ExternalDataError(TOO_LARGE, detail)
         if info.st_size == 0:
             return _Mapped(0, None)
-        return _Mapped(info.st_size, mmap.mmap(fd, 0, access=mmap.ACCESS_READ))
+        data = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+        _MAPS.add(data)
+        return _Mapped(info.st_size, data)
     finally:
         os.close(fd)
+
+
+_MAPS: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+
+def release_memory() -> None:
+    """Give unused memory back to the system: pages of mapped weight files, and freed blocks.
+
+    Pages that were touched count as memory of the process, beside those that onnxruntime maps; they
+    are read again when they are used. glibc keeps what was freed between blocks in use.
+    """
+    advice = getattr(mmap, "MADV_DONTNEED", None)  # not on Windows
+    for data in list(_MAPS) if advice is not None else ():
+        data.madvise(advice)
+    gc.collect()
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def write_tensor(file: BinaryIO, tensor: ir.TensorProtocol) -> None:
+    """Write the bytes of a tensor; those of a mapped one are not copied into memory first."""
+    array = tensor.numpy() if isinstance(tensor, ir.Tensor) else None
+    if array is None or not array.flags.c_contiguous or sys.byteorder != "little":
+        file.write(tensor.tobytes())
+    else:
+        file.write(memoryview(array.reshape(-1).view(np.uint8)))
 
 
 def _open_below(directory: str, parts: Iterable[str]) -> int:
@@ -290,10 +326,58 @@ def _info(name: str, path: str, folder: int | None) -> os.stat_result:
 
 LARGE_MODEL_BYTES = 1 << 29
 """Models with more bytes of weights keep them out of protobufs."""
+MAPPED_MODEL_BYTES = 1 << 26
+"""The same for models whose weights are in one file of external data."""
 WEIGHTS_FILE = "weights.bin"
 _MIN_TENSOR_BYTES = 1024  # smaller tensors stay in the protobuf
 _ALIGNMENT = 4096  # of tensors in the weight file: a memory page
 _META = "onnxtrain.shared_weights"  # key in Graph.meta, which Model.clone() copies
+_MOVED = "onnxtrain.moved_weights"  # the same: the _TemporaryFile of `move_to_file`
+
+
+class _TemporaryFile:
+    """A weight file that is deleted with the last reference to it."""
+
+    def __init__(self) -> None:
+        folder = tempfile.mkdtemp(prefix="onnxtrain-")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self.path = Path(folder) / WEIGHTS_FILE
+
+    def append(self, tensor: ir.TensorProtocol) -> int:
+        """Write a tensor to the end of the file; return its offset."""
+        with self.path.open("ab") as file:
+            file.write(bytes(-file.tell() % _ALIGNMENT))
+            offset = file.tell()
+            write_tensor(file, tensor)
+        return offset
+
+
+def move_to_file(model: ir.Model) -> None:
+    """Move the weights of a model from memory to a temporary file, and map it, in place.
+
+    Only if there are more than `MAPPED_MODEL_BYTES`. The file lasts as long as the model and its
+    copies.
+    """
+    values = {
+        n: (x, t)
+        for n, x in model.graph.initializers.items()
+        if (t := x.const_value) is not None
+        and _stored(t) is None
+        and t.nbytes >= _MIN_TENSOR_BYTES
+        and t.dtype != ir.DataType.STRING
+    }
+    if sum(t.nbytes for _, t in values.values()) <= MAPPED_MODEL_BYTES:
+        return
+    moved = _TemporaryFile()
+    offsets = {n: moved.append(t) for n, (_, t) in values.items()}
+    files = DataFiles(str(moved.path.parent), Limits())
+    for name, (x, t) in values.items():
+        shape = ir.Shape(t.shape.numpy())
+        external = ir.ExternalTensor(
+            WEIGHTS_FILE, offsets[name], t.nbytes, t.dtype, shape=shape, name=name
+        )
+        x.const_value = to_tensor(external, files)
+    model.graph.meta[_MOVED] = moved
 
 
 class SharedWeights:
@@ -302,27 +386,61 @@ class SharedWeights:
     def __init__(self) -> None:
         self.path: Path | None = None
         """Path of the file; ``None`` until a model needs one."""
+        self._temporary: _TemporaryFile | None = None
         self._own = False
+        self._identity: tuple[int, ...] = ()
         # Offset by the id of the data; holding the data keeps Python from reusing its id.
         self._offsets: dict[int, tuple[int, object]] = {}
 
-    def take(self, model: ir.Model) -> bool:
-        """Manage the weights of a model if they are large; return whether they are."""
+    def take(self, model: ir.Model, *, mapped: bool = False) -> bool:
+        """Manage the weights of a model if they are large; return whether they are.
+
+        Args:
+            model: the model.
+            mapped: whether to refer to a file of external data from `MAPPED_MODEL_BYTES` on.
+        """
         tensors = [t for x in model.graph.initializers.values() if (t := x.const_value) is not None]
-        if sum(t.nbytes for t in tensors) <= LARGE_MODEL_BYTES:
+        stored = {id(t): _stored(t) for t in tensors if t.nbytes >= _MIN_TENSOR_BYTES}
+        files = {s.file for s in stored.values() if s is not None}
+        # Tensors that are in no file, such as adapters of a large model, stay in the protobuf.
+        in_memory = sum(t.nbytes for t in tensors if stored.get(id(t)) is None)
+        in_one_file = len(files) == 1 and in_memory <= LARGE_MODEL_BYTES
+        limit = MAPPED_MODEL_BYTES if mapped and in_one_file else LARGE_MODEL_BYTES
+        if sum(t.nbytes for t in tensors) <= min(limit, LARGE_MODEL_BYTES):
             return False
         self.keep(model)
         if self.path is None:
-            stored = {id(t): _stored(t) for t in tensors if t.nbytes >= _MIN_TENSOR_BYTES}
-            files = {s.file for s in stored.values() if s is not None}
-            # Tensors that are in no file, such as adapters of a large model, stay in the protobuf.
-            in_memory = sum(t.nbytes for t in tensors if stored.get(id(t)) is None)
-            (file,) = files if len(files) == 1 and in_memory <= LARGE_MODEL_BYTES else (None,)
+            (file,) = files if in_one_file else (None,)
             if file is None:
-                self._make_file()
+                self._temporary, self._own = _TemporaryFile(), True
+                self.path = self._temporary.path
             else:
+                self._temporary = model.graph.meta.get(_MOVED)
                 self.path = Path(file)
+                self._identity = self._read_identity()
         return True
+
+    def check(self) -> None:
+        """Check that nobody replaced the file since the models refer to it.
+
+        Raises:
+            LoadError: if it was changed; a file that was removed is named where it is opened.
+        """
+        if self.path is None or self._own:
+            return
+        if self._read_identity() not in ((), self._identity):
+            raise LoadError(
+                f"{str(self.path)!r}: this file was changed after `build`, whose models refer to "
+                "it\nhint: build again, or save the artifacts before the file changes"
+            )
+
+    def _read_identity(self) -> tuple[int, ...]:
+        assert self.path is not None
+        try:
+            info = self.path.stat()
+        except OSError:
+            return ()
+        return info.st_ino, info.st_size, info.st_mtime_ns
 
     def keep(self, model: ir.Model) -> None:
         """Record in a model that :func:`detach_weights` should use this file for its weights."""
@@ -361,19 +479,9 @@ class SharedWeights:
         data = getattr(tensor, "raw", tensor)
         key = id(data)
         if key not in self._offsets:
-            assert self.path is not None
-            with self.path.open("ab") as file:
-                file.write(bytes(-file.tell() % _ALIGNMENT))
-                offset = file.tell()
-                file.write(tensor.tobytes())
-            self._offsets[key] = offset, data
+            assert self._temporary is not None
+            self._offsets[key] = self._temporary.append(tensor), data
         return self._offsets[key][0]
-
-    def _make_file(self) -> None:
-        folder = tempfile.mkdtemp(prefix="onnxtrain-")
-        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self.path = Path(folder) / WEIGHTS_FILE
-        self._own = True
 
 
 def detach_weights(model: ir.Model) -> bool:

@@ -21,7 +21,7 @@ import onnx.version_converter
 import onnx_ir as ir
 
 from onnxtrain.errors import PrepareError, SaveError
-from onnxtrain.graph.io.external_data import detach_weights
+from onnxtrain.graph.io.external_data import detach_weights, release_memory, write_tensor
 from onnxtrain.graph.io.limits import PROTOBUF_BYTES, quote
 from onnxtrain.graph.nodes import subgraphs_of
 from onnxtrain.graph.shapes import first_line
@@ -321,7 +321,8 @@ def _data_writer(tensors: list[tuple[int, ir.TensorProtocol]]) -> Writer:
     def write(file: BinaryIO) -> None:
         for offset, tensor in tensors:
             file.write(bytes(offset - file.tell()))
-            file.write(tensor.tobytes())
+            write_tensor(file, tensor)
+        release_memory()
 
     return write
 
