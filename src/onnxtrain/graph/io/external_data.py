@@ -264,9 +264,9 @@ def release_memory() -> None:
     Pages that were touched count as memory of the process, beside those that onnxruntime maps; they
     are read again when they are used. glibc keeps what was freed between blocks in use.
     """
-    advice = getattr(mmap, "MADV_DONTNEED", None)  # not on Windows
-    for data in list(_MAPS) if advice is not None else ():
-        data.madvise(advice)
+    if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+        for data in list(_MAPS):
+            data.madvise(mmap.MADV_DONTNEED)
     gc.collect()
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # another C library
@@ -279,7 +279,7 @@ def write_tensor(file: BinaryIO, tensor: ir.TensorProtocol) -> None:
     if array is None or not array.flags.c_contiguous or sys.byteorder != "little":
         file.write(tensor.tobytes())
     else:
-        file.write(memoryview(array.reshape(-1).view(np.uint8)))
+        file.write(array.reshape(-1).view(np.uint8).data)
 
 
 def _open_below(directory: str, parts: Iterable[str]) -> int:
