@@ -6,6 +6,7 @@ from onnxtrain import examples, losses, optim, testing
 from onnxtrain.adapters import Adapted, load_adapter, lora
 from onnxtrain.artifacts import Artifacts, Clip, Precision, load_weights
 from onnxtrain.artifacts.build import build
+from onnxtrain.artifacts.distill import distill, teacher_logits
 from onnxtrain.autodiff.explain import Report, explain
 from onnxtrain.autodiff.gradients import expand_gradients, grad, jvp, parameters, vjp
 from onnxtrain.autodiff.rule_registry import register_vjp
@@ -39,6 +40,7 @@ __all__ = [
     "Trainer",
     "WandbLogger",
     "build",
+    "distill",
     "examples",
     "expand_gradients",
     "explain",
@@ -59,6 +61,7 @@ __all__ = [
     "register_vjp",
     "replace_head",
     "split",
+    "teacher_logits",
     "testing",
     "vjp",
 ]

@@ -32,7 +32,6 @@ from onnxtrain.text.data import (
     answer_example,
     collate,
 )
-from onnxtrain.text.generate import model_session
 from onnxtrain.text.model_folder import LOGITS, ModelFolder, without_cache
 from onnxtrain.training.data import Batch
 
@@ -166,7 +165,7 @@ class PreferenceTask(GroupTask):
         """Return the log-probabilities of all answers before training, ``[groups, 2]``."""
         if self._logps is None:
             model = _log_probability_model(without_cache(self.model()))
-            session = model_session(None, model, self.options.threads)
+            session = runtime.create_for(model, threads=self.options.threads)
             names = [x.name for x in session.get_inputs()]
             rows = []
             for group in self.groups:

@@ -12,6 +12,7 @@ from onnxtrain.losses.classification import (
     MultiMargin,
 )
 from onnxtrain.losses.ctc import CTC
+from onnxtrain.losses.distillation import Distillation
 from onnxtrain.losses.loss import LOSSES, Loss, TargetSpec
 from onnxtrain.losses.metrics import MAE, METRICS, Accuracy, Metric, Perplexity, TopK
 from onnxtrain.losses.preference import DPO, IPO, KTO, ORPO
@@ -46,6 +47,7 @@ __all__ = [
     "CausalLM",
     "CosineEmbedding",
     "CrossEntropy",
+    "Distillation",
     "Hinge",
     "HingeEmbedding",
     "Huber",

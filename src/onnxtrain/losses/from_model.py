@@ -1,13 +1,14 @@
-"""Use another ONNX model as the loss: copy its nodes into the model to train."""
+"""Copy another ONNX model into the model to train: one that computes the loss, or a teacher."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from typing import Any
 
 import onnx_ir as ir
 
-from onnxtrain.autodiff.gradients import normalize
+from onnxtrain.autodiff.gradients import normalize, registered_domains
 from onnxtrain.errors import PrepareError, ShapeError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder, copy_nodes
@@ -47,14 +48,6 @@ def insert_model(
         )
     _rename_sizes(inputs, by_name)
     loss_model = normalize(loss_model).model
-    if loss_model.opset_imports[""] != model.opset_imports[""]:
-        raise PrepareError(
-            f"the loss model has opset {loss_model.opset_imports['']}, "
-            f"the model {model.opset_imports['']}\nhint: export both for the same opset"
-        )
-    for domain, version in loss_model.opset_imports.items():
-        model.graph.opset_imports.setdefault(domain, version)
-
     mapping: dict[ir.Value, ir.Value] = {}
     for x in loss_model.graph.inputs:
         name = x.name or ""
@@ -63,7 +56,71 @@ def insert_model(
         else:
             assert x.dtype is not None
             mapping[x] = op.input(name, x.dtype, S.dims_of(x))
-    for name, x in loss_model.graph.initializers.items():
+    results = _copy_model(op, loss_model, mapping, "the loss model")
+    return _find_scalar_output(loss_model, results)
+
+
+def insert_frozen(op: OpBuilder, source: Any, names: Sequence[str | None]) -> list[ir.Value]:
+    """Copy the nodes of a model that does not train; return some of its values.
+
+    Its inputs are those of the model to train, by name; a single input may have another name.
+
+    Args:
+        op: builder of the graph of the model to train.
+        source: the model.
+        names: outputs or inner values; ``None`` is its only float output.
+    """
+    model = load(source, allow_domains=registered_domains())
+    inputs = list(model.graph.inputs)
+    given = {x.name or "": x for x in op.graph.inputs}
+    if len(inputs) == 1 and inputs[0].name not in given:
+        given[inputs[0].name or ""] = op.graph.inputs[0]
+    unknown = [x for x in inputs if x.name not in given]
+    if unknown:
+        raise PrepareError(
+            f"the teacher reads {_names(unknown)}, the model has {_names(op.graph.inputs)}\n"
+            "hint: export both with the same input names"
+        )
+    _rename_sizes(inputs, given)
+    model = normalize(model).model
+    mapping = {x: given[x.name or ""] for x in model.graph.inputs}
+    _copy_model(op, model, mapping, "the teacher")
+    return [mapping.get(y, y) for y in (_find_value(model, name) for name in names)]
+
+
+def _find_value(model: ir.Model, name: str | None) -> ir.Value:
+    outputs = list(model.graph.outputs)
+    if name is None:
+        floats = [y for y in outputs if S.is_float(y)]
+        floats = [y for y in floats if y.name == "logits"] or floats
+        if len(floats) == 1:
+            return floats[0]
+        raise PrepareError(
+            f"the teacher has several outputs: {_names(outputs)}\n"
+            f"hint: Distillation(..., output={outputs[0].name!r})"
+        )
+    values = {y.name: y for node in model.graph for y in node.outputs}
+    if name not in values:
+        near = difflib.get_close_matches(name, [v for v in values if v], n=3, cutoff=0.5)
+        raise PrepareError(
+            f"the teacher has no value {name!r}\nhint: it has {', '.join(near) or _names(outputs)}"
+        )
+    return values[name]
+
+
+def _copy_model(
+    op: OpBuilder, model: ir.Model, mapping: dict[ir.Value, ir.Value], what: str
+) -> list[ir.Value]:
+    """Copy nodes and initializers of a model in the normal form; return the outputs' copies."""
+    graph, opsets = model.graph, op.graph.opset_imports
+    if graph.opset_imports[""] != opsets[""]:
+        raise PrepareError(
+            f"{what} has opset {graph.opset_imports['']}, the model {opsets['']}\n"
+            "hint: export both for the same opset"
+        )
+    for domain, version in graph.opset_imports.items():
+        opsets.setdefault(domain, version)
+    for name, x in graph.initializers.items():
         assert x.const_value is not None
         copy = ir.Value(
             name=op.names.fresh(f"{op.prefix}{name}"),
@@ -71,10 +128,9 @@ def insert_model(
             shape=x.shape,
             const_value=x.const_value,
         )
-        model.graph.register_initializer(copy)
+        op.graph.register_initializer(copy)
         mapping[x] = copy
-    results = copy_nodes(op, loss_model.graph, mapping)
-    return _find_scalar_output(loss_model, results)
+    return copy_nodes(op, graph, mapping)
 
 
 def _rename_sizes(inputs: Sequence[ir.Value], by_name: dict[str, ir.Value]) -> None:

@@ -30,6 +30,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.errors import MissingExtraError, OnnxTrainError
+from onnxtrain.graph.io import save
 
 _FENV_BYTES = 256  # more than a floating-point environment (fenv_t) takes on any platform
 
@@ -259,6 +260,17 @@ def _without_default_warnings(ort: ModuleType) -> Generator[None]:
         yield
     finally:
         ort.set_default_logger_severity(_WARNING)
+
+
+def create_for(model: ir.Model, *, threads: int | None = None) -> Any:
+    """Return a session for a model in memory, run as any user of the file would run it.
+
+    Written to a file first: onnxruntime cannot read a protobuf of over 2 GiB from memory.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = os.path.join(folder, "model.onnx")
+        save(model, file)
+        return create(file, threads=threads, as_shipped=True)
 
 
 def session_options(threads: int | None, *, as_shipped: bool = False) -> Any:

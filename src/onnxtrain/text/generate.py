@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import onnx_ir as ir
 
 from onnxtrain.errors import OnnxTrainError, PrepareError
-from onnxtrain.graph.io import CheckedModel, Source, load, save
+from onnxtrain.graph.io import CheckedModel, Source, load
 from onnxtrain.runtime import session as runtime
 from onnxtrain.runtime.feeds import numpy_dtype
 from onnxtrain.text.data import Example, collate
@@ -153,21 +150,14 @@ def make_decoder(
     # A sliding-window cache has a fixed length and drops old tokens; CachedDecoder grows its cache.
     sliding = any("sliding_window_cache" in node.attributes for node in loaded.graph)
     if any(is_past(n) for n in inputs) and not sliding:
-        return CachedDecoder(model_session(path, loaded, threads), head_size)
-    session = model_session(None, without_cache(CheckedModel(loaded)), threads)
+        if path is None:
+            session = runtime.create_for(loaded, threads=threads)
+        else:
+            session = runtime.create(str(path), threads=threads, as_shipped=True)
+        return CachedDecoder(session, head_size)
+    session = runtime.create_for(without_cache(CheckedModel(loaded)), threads=threads)
     names = [x.name for x in session.get_inputs()]
     return UncachedDecoder(lambda feeds: runtime.run(session, ["logits"], feeds)[0], names)
-
-
-def model_session(path: Path | None, model: ir.Model, threads: int | None) -> Any:
-    """Return a session for a file, or for a model in memory."""
-    if path is not None:
-        return runtime.create(str(path), threads=threads, as_shipped=True)
-    # A file rather than bytes: a protobuf of over 2 GiB cannot be passed to onnxruntime.
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "model.onnx"
-        save(model, file)
-        return runtime.create(str(file), threads=threads, as_shipped=True)
 
 
 @dataclasses.dataclass(frozen=True)
