@@ -33,7 +33,7 @@ Data = Annotated[
 Checkpoint = Annotated[
     Path | None, typer.Option(help="Checkpoint to load. Default: the weights in the directory.")
 ]
-Device = Annotated[str, typer.Option(help="Device: cpu or cuda.")]
+Device = Annotated[str, typer.Option(help="Device: cpu, cuda or cuda:N.")]
 Threads = Annotated[int | None, typer.Option(help="Number of CPU threads. Default: all cores.")]
 
 

@@ -35,6 +35,7 @@ from onnxtrain.finetuning.finetune import FineTuneRun
 from onnxtrain.graph.io.writer import as_save_error, write_text
 from onnxtrain.training import Trainer, find_lr, read_data
 from onnxtrain.training.checks import check_initial_weights
+from onnxtrain.training.distributed import restarts
 from onnxtrain.training.fit import BEST, CHECKPOINTS, CheckpointRotation, FitOptions
 from onnxtrain.training.profiler import random_batch
 
@@ -51,9 +52,11 @@ def train(
     threads: Threads = None,
 ) -> None:
     """Train artifacts and save the trained weights in their directory."""
-    trainer = Trainer(directory, device=device, seed=seed, threads=threads)
+    trainer = Trainer(directory, device=device, seed=seed, threads=threads, distributed="auto")
     option_values = {"directory": directory / RUN, "progress": not quiet, **option_values}
-    if option_values.get("resume"):
+    if restarts():  # torchrun has started the workers again
+        option_values["resume"] = True
+    elif option_values.get("resume"):
         last = CheckpointRotation(option_values["directory"] / CHECKPOINTS).newest()
         if last is None:
             raise OnnxTrainError(
@@ -63,7 +66,8 @@ def train(
     history = trainer.fit(data, **option_values)
     trainer.save(directory / trainer.manifest.checkpoint)
     reason = f" ({history.stopped})" if history.stopped else ""
-    typer.echo(f"{directory}: trained to step {trainer.global_step}{reason}")
+    if trainer.workers is None or trainer.workers.main:
+        typer.echo(f"{directory}: trained to step {trainer.global_step}{reason}")
 
 
 def evaluate(

@@ -152,7 +152,8 @@ class BoundSession:
         for name in self._allocated:
             # Bound again every run: onnxruntime would write over the last result otherwise.
             self.binding.bind_output(name, "cpu")
-        options = runtime.shrink_arena_options(_NOT_CAPTURED) if settling else self._options
+        device = self._arguments[3]
+        options = runtime.shrink_arena_options(device, _NOT_CAPTURED) if settling else self._options
         runtime.run_bound(self.session, self.binding, options)
         outputs = {name: read() for name, read in self._readers.items()}
         if self._allocated:
@@ -273,7 +274,7 @@ def check_capture(
     """
     if capture is False:
         return "capture=False"
-    if device != "cuda":
+    if runtime.split_device(device)[0] != "cuda":
         obstacle = f"the device is {device}"
     elif obstacle is None:
         obstacle = capture_obstacle(runtime.load_graph(source), spec)

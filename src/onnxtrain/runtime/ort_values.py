@@ -121,6 +121,13 @@ class Values(Mapping[str, Any]):
             return self._raw[offset : offset + count * dtype.itemsize].view(dtype)
         return self._window(offset, np.broadcast_to(dtype.type(0), (count,)))
 
+    def bytes_of(self, names: Sequence[str]) -> Any:
+        """Return neighboring tensors as one vector of bytes that shares their memory."""
+        start, end = self._byte_range(names)
+        if self.on_host:
+            return self._raw[start:end]
+        return self._window(start, np.broadcast_to(np.uint8(0), (end - start,)))
+
     def _byte_range(self, names: Sequence[str]) -> tuple[int, int]:
         last = self._arrays[names[-1]]
         return self._offsets[names[0]], self._offsets[names[-1]] + last.size * last.itemsize
@@ -134,7 +141,8 @@ class Values(Mapping[str, Any]):
         binding = _window_session().io_binding()
         dtype = _BFLOAT16 if like.dtype == ml_dtypes.bfloat16 else like.dtype.type
         address = self._memory.data_ptr() + offset
-        binding.bind_output("y", self._device, 0, dtype, like.shape, address)
+        kind, index = runtime.split_device(self._device)
+        binding.bind_output("y", kind, index, dtype, like.shape, address)
         return binding.get_outputs()[0]
 
     def write(self, name: str, array: np.ndarray) -> None:
@@ -187,7 +195,7 @@ def ort_value(array: np.ndarray, device: str = "cpu") -> Any:
     kind = runtime.import_onnxruntime().OrtValue
     if array.dtype == ml_dtypes.bfloat16:
         return kind.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), _BFLOAT16)
-    return kind.ortvalue_from_numpy(array, device, 0)
+    return kind.ortvalue_from_numpy(array, *runtime.split_device(device))
 
 
 def _copy_to_device(raw: np.ndarray, device: str) -> Any:
@@ -209,12 +217,12 @@ def _device_buffer(words: int, device: str) -> Any:
     """
     if words > _MAX_ELEMENTS:
         kind = runtime.import_onnxruntime().OrtValue
-        return kind.ortvalue_from_shape_and_type([words], _WORD, device, 0)
+        return kind.ortvalue_from_shape_and_type([words], _WORD, *runtime.split_device(device))
     session = _allocation_session(device)
     binding = session.io_binding()
     binding.bind_cpu_input("x", np.array([words], np.int64))
-    binding.bind_output("y", device)
-    options = None if device == "cpu" else runtime.shrink_arena_options()
+    binding.bind_output("y", *runtime.split_device(device))
+    options = None if device == "cpu" else runtime.shrink_arena_options(device)
     runtime.run_bound(session, binding, options)
     return binding.get_outputs()[0]
 

@@ -16,6 +16,7 @@ import ctypes
 import dataclasses
 import os
 import platform
+import re
 import sys
 import tempfile
 import threading
@@ -131,6 +132,7 @@ Copies = Sequence[tuple[Any, Any]]
 _FOLDED_SIZE_KEY = "optimization.constant_folding_max_output_size_in_bytes"
 _WEIGHTS_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 DEVICES = ("cpu", "cuda")
+"""Kinds of devices; ``cuda:1`` is the second one of a kind."""
 
 
 class ModelWithWeightsFolder(bytes):
@@ -172,13 +174,23 @@ def import_onnxruntime() -> ModuleType:
     return onnxruntime
 
 
+def split_device(device: str) -> tuple[str, int]:
+    """Return the kind and the index of a device.
+
+    >>> split_device("cuda:1"), split_device("cpu")
+    (('cuda', 1), ('cpu', 0))
+    """
+    kind, _, index = device.partition(":")
+    return kind, int(index or 0)
+
+
 def check_device(device: str) -> None:
     """Raise an error if the device is unknown, or this installation does not support it."""
-    if device not in DEVICES:
-        expected = ", ".join(map(repr, DEVICES))
+    if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
+        expected = ", ".join(map(repr, (*DEVICES, "cuda:1")))
         raise OnnxTrainError(f"unknown device: {device!r} (expected one of {expected})")
     if (
-        device == "cuda"
+        device != "cpu"
         and "CUDAExecutionProvider" not in import_onnxruntime().get_available_providers()
     ):
         raise MissingExtraError(
@@ -191,7 +203,6 @@ def create(
     source: bytes | str,
     *,
     device: str = "cpu",
-    device_id: int = 0,
     threads: int | None = None,
     options: Any = None,
     capture: bool = False,
@@ -204,8 +215,7 @@ def create(
 
     Args:
         source: serialized model, or a path if it has external data.
-        device: ``cpu`` or ``cuda``.
-        device_id: index of the GPU.
+        device: ``cpu``, ``cuda`` or ``cuda:N``.
         threads: size of the session's thread pool; ``None`` leaves the choice to onnxruntime.
         options: ``SessionOptions`` to use in place of those of training.
         capture: capture a run as a CUDA graph and replay it; shapes and addresses must not change.
@@ -229,9 +239,10 @@ def create(
     if isinstance(source, ModelWithWeightsFolder):
         options.add_session_config_entry(_WEIGHTS_FOLDER_KEY, source.folder)
     providers: list[Any] = ["CPUExecutionProvider"]
-    if device == "cuda":
+    kind, index = split_device(device)
+    if kind == "cuda":
         settings = {
-            "device_id": device_id,
+            "device_id": index,
             "enable_cuda_graph": int(capture),
             # The default strategy rounds up to powers of two: a third more memory, not faster.
             "arena_extend_strategy": "kSameAsRequested",
@@ -293,12 +304,14 @@ def session_options(threads: int | None, *, as_shipped: bool = False) -> Any:
     return options
 
 
-def shrink_arena_options(graph_id: int | None = None) -> Any:
+def shrink_arena_options(device: str, graph_id: int | None = None) -> Any:
     """Return options of a run after which the arena returns unused memory to the device."""
     options = import_onnxruntime().RunOptions()
     if graph_id is not None:
         options.add_run_config_entry("gpu_graph_id", str(graph_id))
-    options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "gpu:0")
+    options.add_run_config_entry(
+        "memory.enable_memory_arena_shrinkage", f"gpu:{split_device(device)[1]}"
+    )
     return options
 
 

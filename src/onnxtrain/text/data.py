@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -734,8 +734,14 @@ class GroupBatches(TokenBatches):
 class EpochBatches:
     """The batches of one epoch, created lazily."""
 
-    def __init__(self, source: TokenBatches, order: np.ndarray) -> None:
-        self._source, self._order = source, order
+    def __init__(
+        self, source: TokenBatches, order: np.ndarray, part: Callable[[int], slice] | None = None
+    ) -> None:
+        self._source, self._order, self._part = source, order, part
+
+    def parts(self, part: Callable[[int], slice]) -> EpochBatches:
+        """Return the parts of a worker, one of each batch."""
+        return EpochBatches(self._source, self._order, part)
 
     def __len__(self) -> int:
         return -(-len(self._order) // self._source.batch_size)
@@ -743,7 +749,10 @@ class EpochBatches:
     def __iter__(self) -> Iterator[Batch]:
         size = self._source.batch_size
         for i in range(0, len(self._order), size):
-            yield self._source.batch(self._order[i : i + size].tolist())
+            picked = self._order[i : i + size].tolist()
+            if self._part is not None:
+                picked = picked[self._part(len(picked))]
+            yield self._source.batch(picked) if picked else Batch({}, weight=0)
 
 
 _MAX_CHARACTERS = 400  # of a span in a preview

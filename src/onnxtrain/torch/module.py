@@ -319,8 +319,7 @@ class Session:
         data = model.SerializeToString()
         self.session = runtime.create(
             data if folder is None else runtime.ModelWithWeightsFolder.of(data, folder),
-            device=device.type,
-            device_id=device.index or 0,
+            device=str(device),
             threads=threads,
         )
         self.inputs = [i.name for i in self.session.get_inputs()]

@@ -12,7 +12,7 @@ import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import onnx
@@ -37,10 +37,28 @@ class Batch(NamedTuple):
     arrays: dict[str, Any]
     rows: np.ndarray | None = None
     """Indices of its samples in the data, if they are known."""
-    weight: int | None = None
+    weight: float | None = None
     """Weight in means over batches; the number of samples by default."""
     origin: Origin = Origin()
     """Where the rows come from, for messages."""
+
+    def part(self, rows: Callable[[int], slice]) -> Batch:
+        """Return a worker's part: arrays whose first axis is the samples are cut, others stay.
+
+        Args:
+            rows: the part of a number of samples.
+        """
+        shapes = {n: np.shape(value) for n, value in self.arrays.items()}
+        count = next((int(shape[0]) for shape in shapes.values() if shape), 1)
+        cut = rows(count)
+        arrays = {
+            n: value[cut] if shapes[n] and shapes[n][0] == count else value
+            for n, value in self.arrays.items()
+        }
+        size = cut.stop - cut.start
+        weight = size if self.weight is None else self.weight * size / count
+        index = None if self.rows is None else self.rows[cut]
+        return Batch(arrays, index, weight, self.origin)
 
     def places(self, indices: Sequence[int]) -> str:
         """Return where samples of the batch come from, as text."""
@@ -49,12 +67,25 @@ class Batch(NamedTuple):
         return self.origin.rows(sorted(int(self.rows[i]) for i in indices))
 
     @property
-    def size(self) -> int:
+    def size(self) -> float:
         """The weight, else the number of samples: the length of the first array."""
         if self.weight is not None:
             return self.weight
         shapes = (np.shape(value) for value in self.arrays.values())
         return next((int(shape[0]) for shape in shapes if shape), 1)
+
+
+Part = Callable[[int], slice]
+"""The rows of a worker, as a function of the number of rows of a batch."""
+
+
+@runtime_checkable
+class SplitsBatches(Protocol):
+    """Batches of an epoch that know how to make a worker's part of each."""
+
+    def parts(self, part: Part) -> Iterable[Any]:
+        """Return the parts of a worker, one of each batch."""
+        ...
 
 
 class Source(Protocol):
@@ -81,6 +112,7 @@ def as_source(
     seed: int = 0,
     drop_last: bool = False,
     classes: Mapping[str, Sequence[str]] | None = None,
+    part: Part | None = None,
 ) -> Source:
     """Return the batches of a data set.
 
@@ -95,6 +127,8 @@ def as_source(
         seed: random seed of the order.
         drop_last: drop the last batch of an epoch if it is smaller.
         classes: class names by target; by default the sorted labels of the data.
+        part: the rows of a batch that this worker computes; all of them by default. Batches of a
+            torch ``DistributedSampler`` are parts already.
     """
     known = {name: list(names) for name, names in (classes or {}).items()}
     origin = Origin()
@@ -103,9 +137,9 @@ def as_source(
     elif (columns := columns_of(data, specs)) is not None:
         arrays, known = arrays_of(columns, specs, _feature_names(data, specs) | known)
     elif callable(data) and not hasattr(data, "__iter__"):
-        return Batches(_function_of_epoch(data), specs, known)
+        return Batches(_function_of_epoch(data), specs, known, part)
     elif isinstance(data, Iterable):
-        return Batches(_per_epoch(data, seed), specs, known)
+        return Batches(_per_epoch(data, seed), specs, known, None if _is_split(data) else part)
     elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         raise ShapeError(
             f"a {type(data).__name__} gives single rows, not batches\n"
@@ -125,7 +159,14 @@ def as_source(
         drop_last=drop_last,
         classes=known,
         origin=origin,
+        part=part,
     )
+
+
+def _is_split(data: Any) -> bool:
+    """Return whether a DataLoader gives each worker other rows: by torch's DistributedSampler."""
+    samplers = (getattr(data, n, None) for n in ("sampler", "batch_sampler"))
+    return any(hasattr(sampler, "num_replicas") for sampler in samplers)
 
 
 def _function_of_epoch(function: Callable[..., Any]) -> Callable[[int], Iterable[Any]]:
@@ -298,6 +339,7 @@ class Arrays:
         drop_last: bool,
         classes: Classes,
         origin: Origin = Origin(),  # noqa: B008
+        part: Part | None = None,
     ) -> None:
         if batch_size < 1:
             raise ShapeError(f"batch_size must be at least 1, got {batch_size}")
@@ -309,7 +351,7 @@ class Arrays:
             listing = ", ".join(f"{n}: {len(a)}" for n, a in arrays.items())
             raise ShapeError(f"arrays have different lengths: {listing}")
         (self.samples,) = lengths
-        self.classes, self._origin = classes, origin
+        self.classes, self._origin, self._part = classes, origin, part
         self._size, self._shuffle, self._seed = batch_size, shuffle, seed
         self._end = self.samples - self.samples % batch_size if drop_last else self.samples
         if not self._end:
@@ -331,6 +373,9 @@ class Arrays:
         order = shuffled(self.samples, self._seed, epoch) if self._shuffle else None
         for first in range(start * self._size, self._end, self._size):
             end = min(first + self._size, self._end)
+            if self._part is not None:
+                cut = self._part(end - first)
+                first, end = first + cut.start, first + cut.stop
             index = slice(first, end) if order is None else order[first:end]
             rows = np.arange(first, end) if order is None else order[first:end]
             yield Batch({n: a[index] for n, a in self._arrays.items()}, rows, origin=self._origin)
@@ -344,16 +389,22 @@ class Batches:
         make_batches: Callable[[int], Iterable[Any]],
         specs: Sequence[TensorSpec],
         classes: Classes,
+        part: Part | None = None,
     ) -> None:
         self._make_batches, self._specs, self.classes = make_batches, specs, classes
+        self._part = part
 
     def __len__(self) -> int:
         return len(self._make_batches(0))  # type: ignore[arg-type]
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Return the batches of an epoch; skipped batches are computed as well."""
-        for item in itertools.islice(self._make_batches(epoch), start, None):
-            yield self._batch(item)
+        batches, part = self._make_batches(epoch), self._part
+        if part is not None and isinstance(batches, SplitsBatches):
+            batches, part = batches.parts(part), None
+        for item in itertools.islice(batches, start, None):
+            batch = self._batch(item)
+            yield batch if part is None else batch.part(part)
 
     def _batch(self, item: Any) -> Batch:
         if isinstance(item, Batch):

@@ -50,6 +50,7 @@ from onnxtrain.runtime.binding import Arrays, BoundSession, open_session
 from onnxtrain.runtime.feeds import numpy_dtype
 from onnxtrain.runtime.ort_values import Values, as_ort_value, copy_value, ort_value
 from onnxtrain.runtime.thread_pool import SleepingPool, Task, available_cores
+from onnxtrain.training.sharding import own_update, partition
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +76,15 @@ LAYOUTS: Mapping[str, Layout] = {
 }
 
 
-def choose_layout(artifacts: Artifacts, device: str) -> tuple[str, str]:
+def choose_layout(
+    artifacts: Artifacts, device: str, *, distributed: bool = False
+) -> tuple[str, str]:
     """Return the layout of ``layout="auto"``, and the reason for the choice."""
     manifest = artifacts.manifest
+    if distributed:
+        if _has_separate_gradients(artifacts, "vector"):
+            return "vector", "workers sum the gradients of the gradient model"
+        return "separate", "workers sum accumulated gradients"
     if manifest.accumulate > 1:
         return "separate", f"gradients accumulate over {manifest.accumulate} batches"
     # On a device, an update without state does not pay for a second call.
@@ -94,14 +101,28 @@ def choose_layout(artifacts: Artifacts, device: str) -> tuple[str, str]:
     return "fused", f"a second copy of parameters and state takes only {size:,} bytes"
 
 
-def resolve_layout(artifacts: Artifacts, layout: str, device: str) -> str:
+def _has_separate_gradients(artifacts: Artifacts, layout: str) -> bool:
+    """Return whether a layout has gradients between two models, which workers can sum."""
+    spec = artifacts.manifest.model(LAYOUTS[layout].batch_model)
+    return spec is not None and layout != "fused" and not spec.outputs_of("parameter")
+
+
+def resolve_layout(
+    artifacts: Artifacts, layout: str, device: str, *, distributed: bool = False
+) -> str:
     """Return the name of the layout that runs.
+
+    Args:
+        artifacts: the models.
+        layout: the caller's choice.
+        device: where the models run.
+        distributed: whether gradients are summed before the update.
 
     Raises:
         OnnxTrainError: if the layout is unknown, or these artifacts cannot run it.
     """
     if layout == "auto":
-        layout, reason = choose_layout(artifacts, device)
+        layout, reason = choose_layout(artifacts, device, distributed=distributed)
         logger.info("layout %r on %s: %s", layout, device, reason)
         return layout
     if layout not in LAYOUTS:
@@ -118,6 +139,11 @@ def resolve_layout(artifacts: Artifacts, layout: str, device: str) -> str:
         raise OnnxTrainError(
             f"layout={layout!r} needs a {role} model, and these artifacts have none\n"
             f"hint: {_layout_hint('auto')}"
+        )
+    if distributed and not _has_separate_gradients(artifacts, layout):
+        raise OnnxTrainError(
+            f"layout={layout!r} updates in the model of the gradients: several workers cannot sum "
+            f"them before\nhint: {_layout_hint('auto')}"
         )
     return layout
 
@@ -202,6 +228,7 @@ class StepEngine:
             never exist twice.
         update: whether to load the update models; without them, only gradients can be computed.
         profile: file prefix for onnxruntime's profiler, which then records every session.
+        shard: number of this worker and of all workers, to hold and update a part of the state.
     """
 
     def __init__(
@@ -215,6 +242,7 @@ class StepEngine:
         release: bool = False,
         update: bool = True,
         profile: str | None = None,
+        shard: tuple[int, int] | None = None,
     ) -> None:
         self._layout, self._device, self._profile = LAYOUTS[layout], device, profile
         self.sessions = list[EngineSession]()
@@ -222,6 +250,15 @@ class StepEngine:
         role = self._layout.update_model if update else None
         groups = update_groups(artifacts) if role == "update" else []
         optimizer = require_spec(artifacts, role) if role == "optimizer" else None
+        self.owners: list[list[str]] = []
+        """The parameters that each worker updates, if state is sharded."""
+        self._updates_source: bytes | str = b""
+        self._absent: dict[str, np.ndarray] = {}
+        if optimizer is not None:
+            self._updates_source = artifacts.source_of(optimizer)
+            self._gradient_inputs = [t.name for t in optimizer.inputs_of("gradient")]
+            if shard is not None:
+                optimizer = self._shard(artifacts, optimizer, *shard)
         self.control_spec = optimizer or (artifacts.manifest.model("scalars") if groups else None)
         """The model that reads learning rate and step at an update, if there is one."""
         self._allocate(artifacts, groups, update=update, release=release and device == "cpu")
@@ -229,7 +266,7 @@ class StepEngine:
         session = self._open_batch_session(artifacts, threads, capture)
         self._scalars = Scalars(artifacts, self.control_spec, device) if groups else None
         if optimizer is not None:
-            self._updates = self._bind_optimizer(artifacts, optimizer)
+            self._updates = self._bind_optimizer(optimizer)
         else:
             self._updates = [self._bind_groups(groups)] * 2
         # Tasks of the pool: chunks in memory of the CPU.
@@ -242,6 +279,17 @@ class StepEngine:
                 self.write(name, array)
         banks = range(2 if self._double_buffered else 1)
         self._calls = [self._bind_batch(session, bank) for bank in banks]
+
+    def _shard(self, artifacts: Artifacts, spec: ModelSpec, rank: int, size: int) -> ModelSpec:
+        """Keep the updates of this worker only; return the description of their model."""
+        manifest = artifacts.manifest
+        self.owners = partition(manifest, self._updates_source, spec, size)
+        elsewhere = {n for r, names in enumerate(self.owners) if r != rank for n in names}
+        absent = [s for s in manifest.state if s.parameter in elsewhere]
+        self._absent = {s.name: _zeros(s.shape, s.dtype) for s in absent}
+        own = {t.feeds or "" for t in spec.outputs} - elsewhere - {*self._absent}
+        self._updates_source, spec = own_update(self._updates_source, spec, own)
+        return spec
 
     def _allocate(
         self, artifacts: Artifacts, groups: Sequence[UpdateGroup], *, update: bool, release: bool
@@ -258,7 +306,11 @@ class StepEngine:
         self._buffers = [t.feeds or "" for t in fed if t.role == "buffer" and t.role not in roles]
         # Members of a vector are neighbors, in the order of the update model.
         vectors = [n for g in groups for names in g.updated.values() for n in names]
-        order = dict.fromkeys((*vectors, *self._buffers, *start))
+        # Parameters of one owner are neighbors, too: they are sent as one vector.
+        owned = [n for names in self.owners for n in names]
+        order = dict.fromkeys((*vectors, *owned, *self._buffers, *start))
+        for name in self._absent:
+            del order[name]
         tensors = {n: start[n] for n in order if update or n in self._inputs}
         zeros = {n: np.broadcast_to(np.zeros((), a.dtype), a.shape) for n, a in tensors.items()}
         if release:
@@ -329,9 +381,9 @@ class StepEngine:
         self.sessions.append(EngineSession(spec, source, session, runs_per_step))
         return session
 
-    def _bind_optimizer(self, artifacts: Artifacts, spec: ModelSpec) -> list[list[Piece]]:
+    def _bind_optimizer(self, spec: ModelSpec) -> list[list[Piece]]:
         """Return the update over whole tensors, for either bank of accumulators."""
-        session = self._create(spec, artifacts.source_of(spec))
+        session = self._create(spec, self._updates_source)
         updated = [t.feeds for t in spec.outputs if t.feeds]
         copied = [n for n in updated if n not in spec.in_place]
         # Views of values on a device are copies: only their shapes are read.
@@ -339,11 +391,11 @@ class StepEngine:
         targets = {**self._values, **spare}
         outputs = {t.name: targets[t.feeds or ""] for t in spec.outputs}
         values = {t.name: self._values[t.name] for t in spec.inputs if t.name in self._values}
+        accumulators = dict(zip(self._gradient_inputs, self._accumulators, strict=True))
         names = [t.name for t in spec.inputs_of("gradient")]
         updates = []
         for bank in self._banks:
-            gradients = zip(names, self._accumulators, strict=True)
-            inputs = values | {n: bank[accumulator] for n, accumulator in gradients}
+            inputs = values | {n: bank[accumulators[n]] for n in names}
             call = BoundSession(session, spec, inputs, outputs, self._device)
             updates.append([Piece(call, self._values.copies_from(spare, copied))])
         return updates
@@ -450,6 +502,27 @@ class StepEngine:
             for target, result in copies:
                 copy_value(target, result)
 
+    def gradient_vectors(self) -> list[tuple[Any, Any]]:
+        """Return the committed gradients as flat vectors, one for each run of equal types.
+
+        Each comes with the vector of the gradients accumulated before this batch, or ``None``.
+        """
+        if not self._accumulators:
+            vectors = _flat_vectors(self._gradients, list(self._gradients))
+            return [(vector, None) for vector in vectors]
+        now, before = self._banks[self._now], self._banks[1 - self._now]
+        names = self._accumulators
+        return list(zip(_flat_vectors(now, names), _flat_vectors(before, names), strict=True))
+
+    def skip(self) -> None:
+        """Make the next accumulators current without a run; the caller fills them."""
+        if self._double_buffered:
+            self._now = 1 - self._now
+
+    def bytes_of(self, names: Sequence[str] | None = None) -> Any:
+        """Return neighboring tensors as one vector of bytes; all of them by default."""
+        return self._values.bytes_of(list(self._values) if names is None else names)
+
     @property
     def captured(self) -> bool:
         """Whether steps are captured as CUDA graphs and replayed."""
@@ -475,8 +548,25 @@ class StepEngine:
         return self._banks[self._now] if name in self._double_buffered else self._values
 
     def view(self, name: str) -> np.ndarray:
-        """Return a tensor, valid until the next step."""
+        """Return a tensor, valid until the next step.
+
+        Raises:
+            OnnxTrainError: if another worker has it.
+        """
+        if name in self._absent:
+            raise OnnxTrainError(
+                f"{name!r} is on another worker: shard_state=True\n"
+                "hint: trainer.save(path) on all workers writes all state"
+            )
         return self._bank(name).view(name)
+
+    def view_or_zeros(self, name: str) -> np.ndarray:
+        """Return a tensor; if another worker has it, zeros that take no memory."""
+        return self._absent[name] if name in self._absent else self.view(name)
+
+    def has(self, name: str) -> bool:
+        """Return whether this worker has a tensor."""
+        return name not in self._absent
 
     def value(self, name: str) -> Any:
         """Return a tensor as an OrtValue, valid until the next step."""
@@ -500,6 +590,16 @@ class StepEngine:
             else:
                 pending.append((f"gradient of {name!r}", self._gradients.view(name)))
         return pending
+
+
+def _flat_vectors(values: Values, names: Sequence[str]) -> list[Any]:
+    runs: list[list[str]] = []
+    for name in names:
+        if runs and values.like(runs[-1][-1]).dtype == values.like(name).dtype:
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return [values.flat_view(run) for run in runs]
 
 
 class Scalars:

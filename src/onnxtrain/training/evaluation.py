@@ -7,11 +7,14 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from onnxtrain.errors import LabelError, ShapeError
 from onnxtrain.runtime.feeds import feed
 from onnxtrain.training.data import Source, explain_label_error
+from onnxtrain.training.distributed import Workers
 from onnxtrain.training.metrics import Metrics
-from onnxtrain.training.results import StepResult
+from onnxtrain.training.results import Outputs, StepResult
 
 if TYPE_CHECKING:
     from onnxtrain.training.trainer import Trainer
@@ -38,10 +41,10 @@ class Mean:
     """Means of loss and metrics, weighted by samples; perplexities are averaged as logarithms."""
 
     def __init__(self) -> None:
-        self.samples = 0
+        self.samples: float = 0
         self._sums: dict[str, float] = {}
 
-    def add(self, result: StepResult, samples: int) -> None:
+    def add(self, result: StepResult, samples: float) -> None:
         """Add a batch."""
         self.samples += samples
         for name, value in {"loss": result.loss, **result.metrics}.items():
@@ -59,8 +62,34 @@ class Mean:
     def from_dict(cls, state: Mapping[str, Any]) -> Mean:
         """Return the means of a :meth:`state_dict`."""
         mean = cls()
-        mean.samples, mean._sums = int(state["samples"]), dict(state["sums"])
+        mean.samples, mean._sums = state["samples"], dict(state["sums"])
         return mean
+
+
+def mean_over(
+    workers: Workers, names: Outputs, outputs: Mapping[str, Any], weight: float
+) -> tuple[tuple[float, float], dict[str, Any]]:
+    """Return the share of this worker's part of a batch, and loss and metrics of the batch.
+
+    Args:
+        workers: compute a part each.
+        names: of loss and metrics.
+        outputs: of this part.
+        weight: of this part; 0 if it is empty.
+    """
+    mean = Mean()
+    if weight:
+        mean.add(names.result(outputs, 0, updated=False), weight)
+    sums = mean.state_dict()["sums"]
+    named = ["loss", *names.metrics]
+    total, stops, *totals = workers.add([weight, workers.stop, *(sums.get(n, 0.0) for n in named)])
+    workers.all_stop = stops > 0
+    if not total:
+        raise ShapeError("no worker has a row of this batch")
+    values = Mean.from_dict({"samples": total, "sums": dict(zip(named, totals, strict=True))})
+    means = values.values()
+    means[names.loss] = means.pop("loss")
+    return (weight, total), {n: np.float64(v) for n, v in means.items()}
 
 
 def _to_log_perplexity(name: str, value: float) -> float:
@@ -92,4 +121,4 @@ def evaluate(trainer: Trainer, source: Source, metrics: Metrics | None = None) -
         raise ShapeError("the data has no batch to evaluate")
     values = mean.values()
     loss = values.pop("loss")
-    return Evaluation(loss, values | (metrics.values() if metrics else {}), mean.samples)
+    return Evaluation(loss, values | (metrics.values() if metrics else {}), round(mean.samples))

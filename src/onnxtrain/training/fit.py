@@ -27,7 +27,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -64,6 +64,7 @@ from onnxtrain.training.checks import (
 )
 from onnxtrain.training.columns import class_names
 from onnxtrain.training.data import Batch, Source, as_source, explain_label_error, length
+from onnxtrain.training.distributed import Workers
 from onnxtrain.training.evaluation import Mean, evaluate
 from onnxtrain.training.metrics import Metrics, MetricsLike
 from onnxtrain.training.progress import Display, display
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from onnxtrain.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+R = TypeVar("R")
 
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in a run's directory."""
@@ -211,29 +213,27 @@ class Run:
     """A training run, as callbacks see it."""
 
     def __init__(self, trainer: Trainer, data: Any, options: FitOptions) -> None:
-        self.trainer = trainer
-        path = self._last_checkpoint(options)
+        self.trainer, self.workers = trainer, trainer.workers
+        self.main = self.workers is None or self.workers.main
+        """Whether this process writes files, prints and calls callbacks."""
         # The trainer changes only after the whole checkpoint has been checked.
-        loaded = None if path is None else trainer.read(path)
-        if loaded is not None:
-            check_initial_weights(loaded.meta, trainer.artifacts, str(path))
+        path, loaded = self._on_main(lambda: self._read_checkpoint(options))
         stored = None if loaded is None else ResumeState.read(loaded.meta, str(path))
-        self.options = options.completed(stored.settings if stored else {}, trainer.fixed_batch)
+        settings = stored.settings if stored else {}
+        self.options = options.completed(settings, self._fixed_batch())
         self.epoch = 0
         """The current epoch, from 0."""
         self.batch = 0
         """Number of batches of the epoch that are done."""
         self.stop = ""
         """Set to a reason to end the run after this step."""
-        self.callbacks: list[Callback] = [_as_callback(c) for c in options.callbacks]
+        self.callbacks = self._callbacks()
         self.best = self._best_epoch()
-        if self.options.patience is not None:
-            self.callbacks.append(EarlyStopping(self.options.patience, self.options.monitor))
         self.metrics = Metrics(trainer, options.metrics)
         self.base_lr = trainer.lr if options.lr is None else options.lr
         self.first_step = trainer.global_step
-        folder = options.directory and options.directory / CHECKPOINTS
-        self.rotation = folder and CheckpointRotation(folder, self.options.keep or 1)
+        folder, keep = options.directory and options.directory / CHECKPOINTS, self.options.keep or 1
+        self.rotation = folder and CheckpointRotation(folder, keep, writes=self.main)
         self.means = Mean()
         self.history = History([], [], "", None)
         self.records: MetricsWriter | None = None
@@ -256,6 +256,7 @@ class Run:
             if stored.validated and self.validation is None:
                 self.resumed += "; without validation data, which the run had before"
         self._check_monitors()
+        self._check_workers()
         if loaded is not None:
             trainer.restore(loaded)
         trainer.classes = self.source.classes
@@ -295,6 +296,29 @@ class Run:
                     f"hint: {argument('schedule', 'reduce_on_plateau')}"
                 )
 
+    def _callbacks(self) -> list[Callback]:
+        """Return the callbacks of this run; workers besides the first one call none of them."""
+        callbacks = [_as_callback(c) for c in self.options.callbacks]
+        if self.options.patience is not None:
+            callbacks.append(EarlyStopping(self.options.patience, self.options.monitor))
+        restores = any(isinstance(c, EarlyStopping) and c.restore_best for c in callbacks)
+        if restores and self.trainer.sharded:
+            raise OnnxTrainError(
+                "restore_best=True does not support shard_state=True\n"
+                "hint: load the best checkpoint after the run"
+            )
+        return callbacks
+
+    def _check_workers(self) -> None:
+        """Check that the workers have data of the same size, and the same options."""
+        if self.workers is None:
+            return
+        if not self.main:
+            self.callbacks = []
+        rows = getattr(self.source, "samples", None)
+        facts = {"rows of the data": rows, "batches per epoch": self.batches}
+        self.workers.check_equal({**facts, **self.options.settings()})
+
     def _sources(
         self, data: Any, seed: int, classes: Mapping[str, Sequence[str]]
     ) -> tuple[Source, Source | None]:
@@ -308,11 +332,16 @@ class Run:
             seed=seed,
             drop_last=bool(options.drop_last) or fixed,
             classes=classes,
+            part=None if self.workers is None else self.workers.part,
         )
         validation = options.validation
         if validation is not None:
             validation = as_source(
-                validation, specs, batch_size=size, drop_last=fixed, classes=source.classes
+                validation,
+                specs,
+                batch_size=self.trainer.fixed_batch or size,
+                drop_last=fixed,
+                classes=source.classes,
             )
         return source, validation
 
@@ -338,7 +367,7 @@ class Run:
     def go(self) -> History:
         """Train until the last epoch or until something stops it."""
         options, trainer = self.options, self.trainer
-        if options.directory is not None:
+        if options.directory is not None and self.main:
             resume_at = trainer.global_step if self.resumed else None
             self.records = MetricsWriter(
                 options.directory,
@@ -348,7 +377,7 @@ class Run:
                 tensorboard=options.tensorboard,
             )
             self._load_history(self.records.rows)
-        self.show = display(options.progress)
+        self.show = display(options.progress if self.main else False)
         self.show.start(self.epochs, self.total_steps, trainer.global_step - self.first_step)
         if self.resumed and not self.stop:
             self.show.line(f"resumed at step {trainer.global_step}: {self.resumed}")
@@ -358,11 +387,14 @@ class Run:
                     callback.on_start(self)
                 while self.epoch < self.epochs and not self.stop:
                     self._epoch()
+                    if self.workers is not None:
+                        self.stop = next(filter(None, self.workers.gather(self.stop)), "")
                 self._check_weights_finite()
         finally:
             self.show.stop()
         for callback in self.callbacks:
             callback.on_end(self)
+        self.trainer.share_values()  # a callback may have restored an epoch
         self.trainer.lr = self.base_lr
         self.history.stopped = self.stop
         if self.interrupted:
@@ -389,7 +421,7 @@ class Run:
     def _epoch(self) -> None:
         for batch in self.source.batches(self.epoch, self.batch):
             self._step(batch)
-            if self.stop and not self.trainer.accumulating:
+            if self._stops_now() and not self.trainer.accumulating:
                 break
         else:
             if not self.batch:
@@ -398,17 +430,30 @@ class Run:
         if self.rotation is not None and (self.stop or self.batch == 0):
             self._checkpoint()
 
+    def _stops_now(self) -> bool:
+        """Return whether a worker has asked to stop, in time for all to know."""
+        if self.workers is None:
+            return bool(self.stop)
+        self.workers.stop = bool(self.stop)
+        return self.workers.all_stop
+
+    def _on_main(self, function: Callable[[], R]) -> R:
+        """Return the result of worker 0, which is this process if there is one."""
+        return function() if self.workers is None else self.workers.on_main(function)
+
     def _step(self, batch: Batch) -> None:
         trainer = self.trainer
         number = trainer.global_step + 1 - self.first_step
         trainer.lr = self.schedule.lr(self.base_lr, number)
-        feeds = feed(trainer.batch_specs, (), batch.arrays)
+        feeds = feed(trainer.batch_specs, (), batch.arrays) if batch.size else {}
         try:
-            outputs = trainer.compute(feeds)
+            outputs = trainer.compute(feeds, batch.size)
         except LabelError as error:
             raise explain_label_error(trainer, error, feeds, batch) from error
         if not is_finite(outputs[trainer.loss_name]):
             debug = self.options.debug_nan
+            if self.workers is not None:
+                raise self._nonfinite_of_workers(self.workers, feeds, batch)
             raise NonFiniteError(
                 explain_nonfinite_loss(trainer, feeds, outputs, batch, debug=debug)
             )
@@ -416,21 +461,37 @@ class Run:
             raise NonFiniteError(problem)
         result = trainer.commit(outputs)
         self.batch += 1
-        self.means.add(result, batch.size)
-        self._record_step(result, batch.size)
+        size = batch.size if self.workers is None else trainer.last_weight
+        self.means.add(result, size)
+        self._record_step(result, size)
         for callback in self.callbacks:
             callback.on_step(self, result)
         every = self.options.checkpoint_every
         if every and result.updated and trainer.global_step % every == 0 and self.rotation:
             self._checkpoint()
 
-    def _record_step(self, result: StepResult, samples: int) -> None:
+    def _nonfinite_of_workers(
+        self, workers: Workers, feeds: Mapping[str, Any], batch: Batch
+    ) -> NonFiniteError:
+        """Return the error of a batch whose loss is infinite or NaN on some workers."""
+        part = self.trainer.part_outputs
+        fine = not part or is_finite(part[self.trainer.loss_name])
+        bad = [r for r, finite in enumerate(workers.gather(fine)) if not finite]
+        if not fine:
+            debug = self.options.debug_nan
+            return NonFiniteError(
+                explain_nonfinite_loss(self.trainer, feeds, part, batch, debug=debug)
+            )
+        number = self.trainer.global_step + 1
+        return NonFiniteError(f"the loss of step {number} is not finite on worker {bad[0]}")
+
+    def _record_step(self, result: StepResult, samples: float) -> None:
         row: Record = {"kind": "step", "epoch": self.epoch + 1, "step": result.step}
         row |= {"lr": self.trainer.lr, "loss": result.loss, **result.metrics}
         self.history.steps.append(row)
         if self.records is not None:
             self.records.add(row)
-        self.show.step(self.epoch + 1, result.loss, self.trainer.lr, samples)
+        self.show.step(self.epoch + 1, result.loss, self.trainer.lr, round(samples))
 
     def _end_epoch(self) -> None:
         self.trainer.flush()
@@ -438,8 +499,11 @@ class Run:
         row: Record = {"kind": "epoch", "epoch": self.epoch + 1, "step": self.trainer.global_step}
         row |= {"lr": self.trainer.lr, **self.means.values()}
         if self.validation is not None:
-            evaluation = evaluate(self.trainer, self.validation, self.metrics)
-            row |= {f"val_{n}": v for n, v in evaluation.to_dict().items()}
+            source = self.validation
+            evaluation = self._on_main(
+                lambda: evaluate(self.trainer, source, self.metrics).to_dict()
+            )
+            row |= {f"val_{n}": v for n, v in evaluation.items()}
         self.means = Mean()
         self.epoch, self.batch = self.epoch + 1, 0
         self.best.on_epoch(self, row)
@@ -454,6 +518,8 @@ class Run:
             callback.on_epoch(self, row)
         if self.rotation is not None and self.best.improved:
             self.rotation.save_best(self.trainer, self._position())
+        if self.workers is not None:
+            self.trainer.check_workers()
 
     def _check_weights_finite(self) -> None:
         """Raise an error if weights have become infinite or NaN; no file may contain them."""
@@ -499,6 +565,19 @@ class Run:
                 "validated": self.validation is not None,
             }
         }
+
+    def _read_checkpoint(self, options: FitOptions) -> tuple[Path | None, LoadedCheckpoint | None]:
+        path = self._last_checkpoint(options)
+        if path is None:
+            return None, None
+        loaded = self.trainer.read(path)
+        check_initial_weights(loaded.meta, self.trainer.artifacts, str(path))
+        return path, loaded
+
+    def _fixed_batch(self) -> int | None:
+        """Return the number of rows of a batch of all workers, if the model fixes it."""
+        fixed = self.trainer.fixed_batch
+        return None if fixed is None else fixed * (self.workers.size if self.workers else 1)
 
     def _last_checkpoint(self, options: FitOptions) -> Path | None:
         """Return the checkpoint to resume from; without ``resume``, there must not be one."""
@@ -756,12 +835,13 @@ class CheckpointRotation:
     Args:
         folder: created with the first checkpoint.
         keep: number of recent checkpoints to keep.
+        writes: whether this process writes and removes files.
     """
 
-    def __init__(self, folder: Path, keep: int = 3) -> None:
+    def __init__(self, folder: Path, keep: int = 3, *, writes: bool = True) -> None:
         if keep < 1:
             raise OnnxTrainError(f"keep must be at least 1, got {keep}")
-        self.folder, self.keep = folder, keep
+        self.folder, self.keep, self._writes = folder, keep, writes
 
     def all(self) -> list[Path]:
         """Return the checkpoints, oldest first."""
@@ -781,7 +861,8 @@ class CheckpointRotation:
         self._make_folder()
         path = self.folder / f"step-{trainer.global_step:09d}.safetensors"
         trainer.save(path, extra)
-        logger.info("wrote checkpoint %s", path)
+        if self._writes:
+            logger.info("wrote checkpoint %s", path)
         self._prune()
         return path
 
@@ -797,19 +878,21 @@ class CheckpointRotation:
         return self.folder / BEST
 
     def _make_folder(self) -> None:
+        if not self._writes:
+            return
         with as_save_error(str(self.folder)):
             self.folder.mkdir(parents=True, exist_ok=True)
 
     def sweep(self) -> None:
         """Remove the unfinished files of a killed run, and checkpoints it did not remove."""
-        if self.folder.is_dir():
+        if self.folder.is_dir() and self._writes:
             for path in self.folder.glob(".*.tmp"):
                 with suppress(OSError):
                     path.unlink()
         self._prune()
 
     def _prune(self) -> None:
-        for old in self.all()[: -self.keep]:
+        for old in self.all()[: -self.keep] if self._writes else ():
             with suppress(OSError):
                 old.unlink()
                 logger.info("removed checkpoint %s: the last %d are kept", old, self.keep)

@@ -389,7 +389,7 @@ def _measured_memory(device: str) -> dict[str, int]:
         unit = 1 if sys.platform == "darwin" else 1024
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         sizes["peak resident memory of the process"] = peak
-    library = cuda_library() if device == "cuda" else None
+    library = cuda_library() if device != "cpu" else None
     if library is not None:
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         if not library.cudaMemGetInfo(ctypes.byref(free), ctypes.byref(total)):

@@ -47,7 +47,7 @@ class Outputs:
         return StepResult(
             loss=float(outputs[self.loss]),
             metrics={n: float(outputs[n]) for n in self.metrics},
-            outputs={n: outputs[n] for n in self.others},
+            outputs={n: outputs[n] for n in self.others if n in outputs},
             step=step,
             updated=updated,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import logging
 import math
 import os
@@ -22,6 +23,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 import numpy as np
 
 from onnxtrain.artifacts import Artifacts
+from onnxtrain.artifacts.build_options import GRAD_NORM
 from onnxtrain.artifacts.directory import split_tensors
 from onnxtrain.artifacts.display import Row, SummaryRepr
 from onnxtrain.checkpoint import load_checkpoint, save_checkpoint, state_key
@@ -53,14 +55,16 @@ from onnxtrain.training.checks import (
 )
 from onnxtrain.training.columns import arrays_of, class_names, class_properties
 from onnxtrain.training.data import (
+    Batch,
     as_source,
     columns_of,
     explain_label_error,
     is_table,
     with_targets,
 )
+from onnxtrain.training.distributed import CHECK_STEPS, Workers, join, versions
 from onnxtrain.training.engine import StepEngine, control_values, require_spec, resolve_layout
-from onnxtrain.training.evaluation import Evaluation, evaluate
+from onnxtrain.training.evaluation import Evaluation, evaluate, mean_over
 from onnxtrain.training.fit import FitOptions, History, Run, lock_directory
 from onnxtrain.training.metrics import Metrics, MetricsLike
 from onnxtrain.training.profiler import StepProfile, profile_steps
@@ -70,6 +74,8 @@ from onnxtrain.training.results import Outputs, Parameters, StepResult
 logger = logging.getLogger(__name__)
 
 _EVALUATION_BATCH = 256
+_SEED_OF_WORKERS = 7919
+"""Distance of the random seeds of two workers."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -114,7 +120,8 @@ class Trainer(SummaryRepr):
 
     Args:
         artifacts: the result of :func:`onnxtrain.build`, or a directory.
-        device: ``"cpu"`` or ``"cuda"``.
+        device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``; in a distributed run, ``"cuda"`` is the GPU
+            of ``LOCAL_RANK``.
         layout: how a step runs. ``"fused"``: one model computes new parameters and state.
             ``"separate"``: one model accumulates gradients, a second one updates. ``"vector"``: one
             model computes gradients, and updates run over vectors of many parameters. ``"auto"``
@@ -123,6 +130,12 @@ class Trainer(SummaryRepr):
         threads: size of onnxruntime's thread pool; ``None`` uses all cores.
         capture: on CUDA, capture a step as a CUDA graph and replay it. ``None`` does so where the
             artifacts allow it: all sizes fixed by ``build(dims=...)``, no control flow.
+        distributed: ``"auto"`` makes this trainer one worker of the process group that the program
+            has initialized, or of ``torchrun``; without either, it trains alone. Workers take equal
+            parts of every batch and sum their gradients. ``True`` requires a group.
+        shard_state: in a distributed run, each worker holds and updates only its part of the
+            optimizer state (ZeRO stage 1), with the same results. Then all workers must call
+            :meth:`save` together.
     """
 
     def __init__(
@@ -134,12 +147,25 @@ class Trainer(SummaryRepr):
         seed: int = 0,
         threads: int | None = None,
         capture: bool | None = None,
+        distributed: str | bool | None = None,
+        shard_state: bool = False,
     ) -> None:
         loaded = not isinstance(artifacts, Artifacts)
         if not isinstance(artifacts, Artifacts):
             artifacts = Artifacts.load(artifacts)
         runtime.check_device(device)
-        self.layout = resolve_layout(artifacts, layout, device)
+        self.workers = join(distributed, device)
+        """The workers of a distributed run; ``None`` if the trainer trains alone."""
+        if self.workers is not None:
+            device = self.workers.device
+            threads = self.workers.threads if threads is None and device == "cpu" else threads
+        elif shard_state and distributed is not True:
+            shard_state = False  # one process has all of it
+        if shard_state and layout == "auto":
+            layout = "separate"
+        self.layout = resolve_layout(
+            artifacts, layout, device, distributed=self.workers is not None
+        )
         """Name of the layout that runs: ``"fused"``, ``"separate"`` or ``"vector"``."""
         if not 0 <= seed < SEED_LIMIT:
             raise OnnxTrainError(f"seed must be in [0, {SEED_LIMIT}), got {seed}")
@@ -162,10 +188,12 @@ class Trainer(SummaryRepr):
             threads=threads,
             capture=capture,
             release=loaded,
+            shard=(self.workers.rank, self.workers.size) if self.workers and shard_state else None,
         )
-        self._warn_target_mismatch()
+        if self.workers is None or self.workers.main:
+            self._warn_target_mismatch()
         if loaded and device == "cpu":  # the engine's copy of the values is the only one
-            self.artifacts = artifacts.with_arrays(self._engine.view)
+            self.artifacts = artifacts.with_arrays(self._engine.view_or_zeros)
         self.batch_specs = self._engine.spec.inputs_of("input", "target")
         self._feed = Feeder(self.batch_specs)
         self._control_specs: dict[str, list[TensorSpec]] = {}
@@ -176,6 +204,49 @@ class Trainer(SummaryRepr):
         self._predictor: inference.Predictor | None = None
         self._gradient_engine: StepEngine | None = None
         self._graph_digests: dict[str, str] | None = None
+        self._share: tuple[float, float] = (
+            1,
+            1,
+        )  # rows of this worker and of all, of the last batch
+        self._factor = 1.0  # of the gradients of this worker, in the sum over workers
+        self._norm: float | None = None
+        self.part_outputs: dict[str, np.ndarray] = {}
+        """Results of this worker's part of the last batch."""
+        if self.workers is not None:
+            self._meet(self.workers)
+
+    def _meet(self, workers: Workers) -> None:
+        """Check that all workers train the same, and start from the values of the first one."""
+        if self.manifest.options.get("dp"):
+            raise OnnxTrainError(
+                "several workers would add their own noise to the gradients\n"
+                "hint: differentially private training runs in one process"
+            )
+        progress = self.progress()
+        workers.check_equal(
+            {
+                "seed": self.seed,
+                "model, loss and optimizer": json.dumps(progress["graphs"], sort_keys=True),
+                "manifest": json.dumps(progress["manifest"], sort_keys=True),
+                "layout": self.layout,
+                "shard_state": bool(self._engine.owners),
+                **versions(),
+            }
+        )
+        self.share_values()
+
+    def share_values(self) -> None:
+        """Give all workers the values and the progress of the first one; not its sharded state."""
+        workers = self.workers
+        if workers is None:
+            return
+        if self._engine.owners:
+            names = [n for owned in self._engine.owners for n in owned]
+            workers.copy_from(0, [self._engine.bytes_of(names)])
+            workers.copy_from(0, [self._engine.bytes_of([b.name]) for b in self.manifest.buffers])
+        else:
+            workers.copy_from(0, [self._engine.bytes_of()])
+        self._set_progress(Progress(*workers.on_main(lambda: dataclasses.astuple(self._progress))))
 
     def __reduce__(self) -> NoReturn:
         raise UncopiableError(
@@ -188,12 +259,13 @@ class Trainer(SummaryRepr):
 
         The values are the same, but nodes may fall back to the CPU or be slow on a GPU.
         """
-        spec, target = self._engine.spec, TARGETS.get(self.device)
-        if target is None or not target.gpu or spec.is_for(self.device):
+        spec, kind = self._engine.spec, runtime.split_device(self.device)[0]
+        target = TARGETS.get(kind)
+        if target is None or not target.gpu or spec.is_for(kind):
             return
         message = (
             f"these artifacts were built for target {spec.target!r} and run on {self.device!r}; "
-            f'build(..., target="{self.device}") is faster there'
+            f'build(..., target="{kind}") is faster there'
         )
         logger.warning("%s", message)
         warnings.warn(message, stacklevel=3)
@@ -261,6 +333,16 @@ class Trainer(SummaryRepr):
         return next((d for d in sizes if isinstance(d, int)), None)
 
     @property
+    def sharded(self) -> bool:
+        """Whether this worker holds a part of the optimizer state only."""
+        return bool(self._engine.owners)
+
+    @property
+    def last_weight(self) -> float:
+        """Number of rows or tokens of all workers in the last batch."""
+        return self._share[1]
+
+    @property
     def accumulating(self) -> bool:
         """Whether accumulated gradients wait for an update."""
         return self._accumulated > 0
@@ -276,16 +358,32 @@ class Trainer(SummaryRepr):
             ShapeError: if the batch or a label does not fit the model; nothing changes then.
         """
         feeds = self._feed(batch, named)
-        outputs = self.compute(feeds)
+        outputs = self.compute(feeds, weight=Batch(dict(feeds)).size)
         if is_finite(outputs[self.loss_name]):
             return self.commit(outputs)
-        if self.manifest.options.get("loss_scale") and all(map(is_finite, feeds.values())):
+        finite = all(map(is_finite, feeds.values()))
+        if self.workers is not None:
+            finite = all(self.workers.gather(finite))
+        if self.manifest.options.get("loss_scale") and finite:
             return dataclasses.replace(self.commit(outputs), updated=False)
         return self._outputs.result(outputs, self.global_step + 1, updated=False)
 
     @exclusive
-    def compute(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Run a step on arrays of the right shapes and types; :meth:`commit` makes it current."""
+    def compute(self, feeds: Mapping[str, np.ndarray], weight: float = 1) -> dict[str, np.ndarray]:
+        """Run a step on arrays of the right shapes and types; :meth:`commit` makes it current.
+
+        Args:
+            feeds: the arrays by name.
+            weight: of this worker's part in a distributed run: its number of rows or tokens. The
+                results are means over all parts. With 0, the part is empty and ``feeds`` not read.
+        """
+        if self.workers is None:
+            return self._compute(feeds)
+        self.part_outputs = outputs = self._compute(feeds) if weight else {}
+        self._share, means = mean_over(self.workers, self._outputs, outputs, weight)
+        return {**outputs, **means}
+
+    def _compute(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         self._check_batch_size(feeds)
         control = self._control(self._engine.spec, self.global_step + 1, batch=self._accumulated)
         try:
@@ -300,12 +398,35 @@ class Trainer(SummaryRepr):
         A loss that is infinite or NaN makes the parameters so, too: :meth:`step` checks it first.
         """
         number = self.global_step + 1
-        self._engine.commit()
+        if self._share[0]:
+            self._engine.commit()
+        else:
+            self._engine.skip()
+        if self.workers is not None:
+            self._weigh(self.workers)
         self._accumulated += 1
         updated = self._accumulated >= self.manifest.accumulate
         if updated:
             self._update()
+        if self._norm is not None:
+            outputs = {**outputs, GRAD_NORM: np.array(self._norm, np.float32)}
         return self._outputs.result(outputs, number, updated=updated)
+
+    def _weigh(self, workers: Workers) -> None:
+        """Make the gradients of this batch relative to the share of the first micro-batch.
+
+        Shares are usually equal: then the sum is multiplied once, before the update.
+        """
+        rows, total = self._share
+        # The vector layout has no factor for the mean over workers in its update.
+        factor = rows / total if self.layout == "vector" else rows * workers.size / total
+        if not self._accumulated:
+            self._factor = factor or 1.0
+        if factor != self._factor:
+            vectors = self._engine.gradient_vectors()
+            if not self._accumulated:
+                vectors = [(vector, None) for vector, _ in vectors]
+            workers.weigh(vectors, factor / self._factor)
 
     @exclusive
     def flush(self) -> bool:
@@ -317,11 +438,33 @@ class Trainer(SummaryRepr):
 
     def _update(self) -> None:
         number = self.global_step + 1
-        spec, control = self._engine.control_spec, {}
+        spec, control, workers = self._engine.control_spec, {}, self.workers
+        scale = 1.0 / self._accumulated
+        if workers is not None:
+            vectors = [vector for vector, _ in self._engine.gradient_vectors()]
+            if self._factor != 1.0:
+                workers.weigh([(vector, None) for vector in vectors], self._factor)
+            workers.add_in_place(vectors)
+            scale /= 1 if self.layout == "vector" else workers.size
+            self._norm = None
+            scaled = bool(self._engine.spec.inputs_of("state"))  # by a loss scale
+            if GRAD_NORM in self.metric_names and self._accumulated == 1 and not scaled:
+                self._norm = workers.norm(vectors) * (1 if self.layout == "vector" else scale)
         if spec is not None:
-            control = self._control(spec, number, grad_scale=1.0 / self._accumulated)
+            control = self._control(spec, number, grad_scale=scale)
         self._engine.update_parameters(control)
+        if workers is not None:
+            for rank, names in enumerate(self._engine.owners):
+                workers.copy_from(rank, [self._engine.bytes_of(names)] if names else [])
         self.global_step, self._accumulated = number, 0
+        if number % CHECK_STEPS == 0:
+            self.check_workers()
+
+    def check_workers(self) -> None:
+        """Raise an error if the parameters of the workers of this run differ."""
+        if self.workers is not None:
+            names = [p.name for p in self.manifest.parameters]
+            self.workers.check_parameters(self._engine.view, names)
 
     def run_step(self, engine: StepEngine, feeds: Mapping[str, np.ndarray]) -> None:
         """Run a step on another engine, with this trainer's learning rate and step counter."""
@@ -346,7 +489,10 @@ class Trainer(SummaryRepr):
             self._control_specs[spec.role] = spec.inputs_of(*CONTROL)
         # Every batch draws random numbers of its own. float32 is exact below the limit.
         draw = ((number - 1) * self.manifest.accumulate + batch + 1) % SEED_LIMIT
-        settings = {"lr": self._lr, "step": number, "rng": (self.seed, draw)}
+        seed = self.seed  # workers draw masks of their own
+        if self.workers is not None:
+            seed = (seed + self.workers.rank * _SEED_OF_WORKERS) % SEED_LIMIT
+        settings = {"lr": self._lr, "step": number, "rng": (seed, draw)}
         settings |= {"grad_scale": grad_scale, "reset": batch == 0}
         return control_values(self._control_specs[spec.role], settings)
 
@@ -520,7 +666,8 @@ class Trainer(SummaryRepr):
                 contains them.
         """
         options = from_arguments(FitOptions, locals())
-        with self.in_use, lock_directory(options.directory):
+        main = self.workers is None or self.workers.main
+        with self.in_use, lock_directory(options.directory if main else None):
             return Run(self, with_targets(data, y), options).go()
 
     @exclusive
@@ -605,11 +752,18 @@ class Trainer(SummaryRepr):
 
     @exclusive
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return all tensors of a checkpoint, by their names there."""
-        state = {n: np.array(self._engine.view(n)) for n in self._weight_names()}
-        for s in self.manifest.state:
-            state[state_key(s.parameter, s.slot)] = np.array(self._engine.view(s.name))
-        return state
+        """Return all tensors of a checkpoint, by their names there.
+
+        With ``shard_state``, all workers must call it, and the first one gets all of the state.
+        """
+        engine = self._engine
+        state = {n: np.array(engine.view(n)) for n in self._weight_names()}
+        slots = {s.name: state_key(s.parameter, s.slot) for s in self.manifest.state}
+        own = {slots[n]: np.array(engine.view(n)) for n in slots if engine.has(n)}
+        if self.workers is not None and engine.owners:
+            for part in self.workers.collect(own):
+                own |= part
+        return state | {key: own[key] for key in slots.values() if key in own}
 
     def load_state_dict(self, tensors: Mapping[str, Any]) -> None:
         """Set all tensors from a :meth:`state_dict`; nothing changes if one does not fit."""
@@ -663,12 +817,18 @@ class Trainer(SummaryRepr):
         self.lr, self.global_step, self.seed, self.properties = dataclasses.astuple(progress)
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
-        """Write a checkpoint; if that fails, the old file stays."""
+        """Write a checkpoint; if that fails, the old file stays.
+
+        In a distributed run, worker 0 writes it.
+        """
         if self._accumulated:
             raise OnnxTrainError(
                 "gradients are accumulated but not applied\nhint: call flush() before save()"
             )
-        save_checkpoint(path, self.state_dict(), {**self.progress(), **(extra or {})})
+        main = self.workers is None or self.workers.main
+        tensors = self.state_dict() if main or self._engine.owners else {}
+        if main:
+            save_checkpoint(path, tensors, {**self.progress(), **(extra or {})})
 
     def load(self, path: str | os.PathLike[str], *, strict: bool = True) -> dict[str, Any]:
         """Continue from a checkpoint; return its metadata. Nothing changes if it does not fit.

@@ -214,7 +214,7 @@ class Model:
         self.path = source if isinstance(source, bytes) else os.fspath(source)
         with as_ort_errors():
             self.session = runtime.create(
-                self.path, device=device.kind, device_id=device.number, options=options
+                self.path, device=f"{device.kind}:{device.number}", options=options
             )
             self.manifest = _manifest(self.session, str(source)[:200])
         spec = self.manifest.model(role)
