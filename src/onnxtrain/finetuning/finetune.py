@@ -45,6 +45,7 @@ from onnxtrain.text.generate import Decoder, Sampling, generate_tokens, make_dec
 from onnxtrain.text.model_folder import LINK_HINT, ModelFolder, files_root, inspect_model
 from onnxtrain.training import Trainer
 from onnxtrain.training.callbacks import Callback, Record
+from onnxtrain.training.distributed import join, restarts
 from onnxtrain.training.fit import History
 from onnxtrain.training.progress import Display, display
 
@@ -438,21 +439,27 @@ class FineTuneRun:
         return [f"memory: about {format_bytes(planned.peak_here)} at {description}"]
 
     def run(self, output: Path) -> FineTuneResult:
-        """Train, and write results to a folder."""
+        """Train, and write results to a folder: worker 0 does, if torchrun has started several."""
         o, task = self.options, self.task
-        say = _line_printer(o.progress)
-        self._check_output(output)
-        self._check_settings(output)
+        workers = join("auto", o.device)
+        main = workers is None or workers.main
+        say = _line_printer(o.progress if main else False)
+        if main:
+            self._check_output(output)
+            self._check_settings(output)
         adapted, artifacts = self.build()
         for line in self.plan(adapted, artifacts):
             say(line)
-        with as_save_error(str(output)):
-            output.mkdir(parents=True, exist_ok=True)
-        write_json(output / SETTINGS, self._settings)
-        prompts, texts_before = self._generate_before(say)
+        if main:
+            with as_save_error(str(output)):
+                output.mkdir(parents=True, exist_ok=True)
+            write_json(output / SETTINGS, self._settings)
+        prompts, texts_before = self._generate_before(say) if main else ([], [])
         weights, history, before, after = self._train(artifacts, output, say)
         del artifacts  # exports and samples take as much memory as the step did
         release_memory()
+        if not main:
+            return FineTuneResult(history, {}, {}, (), {}, tuple(dict.fromkeys(task.notes)))
         files = write_outputs(weights, adapted, self.folder, output, requantize=bool(o.requantize))
         if isinstance(task, ClassificationTask | VisionTask):
             write_json(output / "labels.json", dict(enumerate(task.classes)))
@@ -468,15 +475,18 @@ class FineTuneRun:
     ) -> tuple[Trainer | dict[str, np.ndarray], History, dict[str, float], dict[str, float]]:
         """Return the trained weights, the history, and the metrics before and after."""
         o, task = self.options, self.task
-        trainer = Trainer(artifacts, device=o.device, seed=o.seed, threads=o.threads)
+        trainer = Trainer(
+            artifacts, device=o.device, seed=o.seed, threads=o.threads, distributed="auto"
+        )
+        main = trainer.workers is None or trainer.workers.main
         artifacts.release_arrays()
         release_memory()
         validation = task.batches(trainer.inputs, validation=True)
-        before = self._evaluate(trainer, validation)
+        before = self._evaluate(trainer, validation) if main else {}
         if before:
             say(f"before: {_format_metrics(before)}")
         history = self._fit(trainer, output, validation)
-        after = self._evaluate(trainer, validation)
+        after = self._evaluate(trainer, validation) if main else {}
         language_model = self.folder.kind == "causal_lm"
         weights = dict(trainer.parameters) if language_model else trainer
         return weights, history, before, after
@@ -500,7 +510,7 @@ class FineTuneRun:
             callbacks=callbacks,
             progress=TokenDisplay(progress, batches) if o.progress else False,
             directory=output / "run",
-            resume=o.resume,
+            resume=o.resume or restarts() > 0,
             checkpoint_every=o.checkpoint_every,
         )
 

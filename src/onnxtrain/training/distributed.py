@@ -84,11 +84,6 @@ def join(distributed: str | bool | None, device: str) -> Workers | None:
     return Workers(torch, device)
 
 
-def launched_rank() -> int:
-    """Return the rank that torchrun gave this process; 0 without torchrun."""
-    return int(os.environ.get("RANK", 0))
-
-
 def restarts() -> int:
     """Return how often torchrun has restarted the workers."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
