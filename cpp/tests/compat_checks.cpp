@@ -61,6 +61,12 @@ int main(int argc, char** argv) {
   check(session.GetLearningRate() == 0.05f, "the learning rate is set");
 
   const float before = loss_of(session.EvalStep(batch));
+  x[0] = std::nanf("");
+  check(std::isnan(loss_of(session.TrainStep(batch))), "the loss of a batch with NaN");
+  session.OptimizerStep();
+  session.LazyResetGrad();
+  x[0] = 0;
+  check(loss_of(session.EvalStep(batch)) == before, "a batch with NaN changes no parameter");
   Ort::Value start = session.ToBuffer(true);
   check(start.GetTensorTypeAndShapeInfo().GetElementCount() == session.GetParametersSize(true), "all elements");
   for (int i = 0; i < 20; ++i) {

@@ -4,7 +4,9 @@
 // unchanged. They train artifacts built with onnxtrain; checkpoints in the old format have to be converted.
 #pragma once
 
+#include <cmath>
 #include <onnxtrain.hpp>
+#include <utility>
 
 namespace Ort {
 
@@ -183,11 +185,17 @@ class TrainingSession {
   std::vector<Value> TrainStep(const std::vector<Value>& input_values) {
     return training_detail::guarded([&] {
       const onnxtrain::Manifest& manifest = trainer().manifest();
-      return values(manifest.model("train"), trainer().accumulate(batch("train", input_values)));
+      onnxtrain::StepResult result = trainer().accumulate(batch("train", input_values));
+      accumulated_ = accumulated_ || std::isfinite(result.loss);
+      discarded_ = !accumulated_;
+      return values(manifest.model("train"), std::move(result));
     });
   }
 
-  void LazyResetGrad() { trainer().reset_gradients(); }
+  void LazyResetGrad() {
+    trainer().reset_gradients();
+    accumulated_ = false;
+  }
 
   std::vector<Value> EvalStep(const std::vector<Value>& input_values) {
     return training_detail::guarded([&] {
@@ -214,7 +222,9 @@ class TrainingSession {
     });
   }
 
+  /// Update the parameters with the gradients; change nothing if the loss of all batches was not finite.
   void OptimizerStep() {
+    if (discarded_) return;
     training_detail::guarded([&] { trainer().update(1.0); });
   }
 
@@ -324,6 +334,8 @@ class TrainingSession {
   }
 
   training_detail::State* state_;
+  bool accumulated_ = false;  ///< there are gradients
+  bool discarded_ = false;    ///< there are none because the loss of the last batch was not finite
   onnxtrain::Schedule schedule_;
   std::vector<std::vector<int64_t>> wide_;
 };

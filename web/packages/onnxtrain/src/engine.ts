@@ -108,7 +108,7 @@ export class LocalEngine implements Engine {
       const available = manifest.models.map((m) => `${m.role} (${m.target})`).join(", ");
       throw new ArtifactError(
         `these artifacts have no ${role} model for ${this.device}, only ${available}\n` +
-          `hint: build them in Python with target="${TARGETS[this.device][0]}"`,
+          `hint: build them again: onnxtrain build model.onnx ... --target ${this.device === "node" ? "cpu" : "web"}`,
       );
     }
     for (const t of ofRole(spec.inputs, "accumulator")) {

@@ -69,6 +69,6 @@ export function checkMemory(manifest: Manifest, device: Device, sizes: Readonly<
   throw new TooLargeError(
     `training needs about ${mb(plan.heap)}${at ? ` with ${at}` : ""}, the limit is ${mb(plan.limit)}; ` +
       `the largest part is ${most![0]}: ${mb(most![1])}\n` +
-      "hint: use smaller batches, build with recompute='auto' in Python, or set memoryLimit: Infinity to try anyway",
+      "hint: use smaller batches, build with --recompute auto, or set memoryLimit: Infinity to try anyway",
   );
 }

@@ -2,7 +2,7 @@ import type { InferenceSession } from "onnxruntime-common";
 import { Artifacts } from "./artifacts.js";
 import { type Meta, readCheckpoint, readProgress, stateKey, writeCheckpoint } from "./checkpoint.js";
 import { count, type HostTensor } from "./dtypes.js";
-import { type Control, LocalEngine, valuesOf } from "./engine.js";
+import { type Control, finiteLoss, LocalEngine, valuesOf } from "./engine.js";
 import { ArtifactError, CheckpointError, OnnxTrainError } from "./errors.js";
 import { type Batch, feed } from "./feeds.js";
 import { float } from "./json-text.js";
@@ -35,6 +35,8 @@ export class TrainingSession {
   #step: number;
   #draw = 0;
   #reset = true;
+  /** Whether there are no gradients because the loss of the last batch was not finite. */
+  #discarded = false;
   /** Learning rate of the next optimizer step. */
   learningRate: number;
 
@@ -101,34 +103,38 @@ export class TrainingSession {
     this.#reset = true;
   }
 
-  /** Runs forward and backward on a batch and accumulates the gradients. */
+  /** Runs forward and backward on a batch and accumulates the gradients. A loss that is infinite or NaN changes nothing. */
   async runTrainStep(feeds: Feeds, fetches?: Fetches | RunOptions, _options?: RunOptions): Promise<ReturnType> {
     const names = fetchNames(this.#model("train"), fetches);
     this.#draw++;
-    const outputs = await this.#run("train", feeds, names);
-    this.#reset = false;
-    return outputs;
+    const { results, finite } = await this.#run("train", feeds, names);
+    this.#discarded = !finite && this.#reset;
+    if (finite) this.#reset = false;
+    else this.#draw--;
+    return results;
   }
 
   /** Returns the loss and outputs of a batch in evaluation mode. */
   async runEvalStep(feeds: Feeds, fetches?: Fetches | RunOptions, _options?: RunOptions): Promise<ReturnType> {
     if (!this.#roles.has("eval")) throw new Error("This TrainingSession has no EvalModel loaded.");
-    return await this.#run("eval", feeds, fetchNames(this.#model("eval"), fetches));
+    return (await this.#run("eval", feeds, fetchNames(this.#model("eval"), fetches))).results;
   }
 
-  /** Updates the parameters with the gradients. */
+  /** Updates the parameters with the gradients, if there are any. */
   async runOptimizerStep(_options?: RunOptions): Promise<void> {
     if (!this.#roles.has("optimizer")) throw new Error("This TrainingSession has no OptimizerModel loaded.");
+    if (this.#discarded) return;
     this.#step++;
     await this.#engine.run("optimizer", new Map(), this.#control());
   }
 
-  async #run(role: ModelRole, feeds: Feeds, names: readonly string[]): Promise<ReturnType> {
+  async #run(role: ModelRole, feeds: Feeds, names: readonly string[]): Promise<{ results: ReturnType; finite: boolean }> {
     const spec = this.#model(role);
     const batch = feed(inputsOf(spec), feeds as Batch);
-    const outputs = await this.#engine.run(role, batch, this.#control());
+    const outputs = await this.#engine.run(role, batch, { ...this.#control(), discardNonFinite: true });
     const results: ReturnType = Object.fromEntries(names.map((n) => [n, this.#engine.runtime.tensor(outputs.get(n)!, n)]));
-    return new Proxy(results, { get: (own, name) => Reflect.get(own, typeof name === "string" ? currentName(spec, name) : name) });
+    const named = new Proxy(results, { get: (own, name) => Reflect.get(own, typeof name === "string" ? currentName(spec, name) : name) });
+    return { results: named, finite: finiteLoss(spec, outputs) };
   }
 
   #control(): Control {

@@ -45,7 +45,7 @@ export function checkBatchSize(manifest: Manifest, specs: readonly TensorSpec[],
     if (names.some((n) => sizes.get(n) !== 1)) continue;
     throw new ShapeError(
       `BatchNormalization needs more than one value per channel in training, got ${names.map((n) => `${n} = 1`).join(" and ")}\n` +
-        "hint: use a larger batchSize, set dropLast: true if it is the last batch of an epoch, or build with mode='as-is' in Python",
+        "hint: use a larger batchSize, set dropLast: true if it is the last batch of an epoch, or build with --mode as-is",
     );
   }
 }

@@ -2,7 +2,7 @@ import { mkdirSync, mkdtempSync, readFileSync, rmSync, writeFileSync } from "nod
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { afterAll, expect, test } from "vitest";
-import { createHead, readCheckpoint, Trainer, writeCheckpoint, type Batch, type HeadOptions } from "../src/index.js";
+import { createHead, readCheckpoint, readModel, Trainer, writeCheckpoint, type Batch, type HeadOptions } from "../src/index.js";
 import { runPython } from "./support.js";
 
 const folder = mkdtempSync(join(tmpdir(), "head-"));
@@ -177,6 +177,15 @@ print(json.dumps(onnxruntime.InferenceSession(sys.argv[1]).run(["logits"], {"x":
     await trainer.dispose();
   }
   expect(relative(trained[0]!, trained[1]!)).toBeLessThan(1e-6);
+});
+
+test("no head ends in Softmax or Sigmoid: its losses read logits, which is what the model returns", async () => {
+  for (const [name, options] of Object.entries(HEADS)) {
+    const { nodes, outputs } = readModel((await createHead(options)).get("inference_model.onnx")!);
+    const last = nodes.find((n) => n.outputs.includes(outputs[0]!.name))!;
+    expect(last.type, name).toMatch(/^(Gemm|Add|MatMul)$/);
+    expect(nodes.map((n) => n.type), name).not.toContain("Softmax");
+  }
 });
 
 test("initial weights depend on the seed only; labels that are out of range are rejected", async () => {

@@ -74,6 +74,31 @@ test("onnxruntime-web/training, aliased, has ONNX Runtime's exports and results 
   await session.release();
 });
 
+test("a batch with NaN changes no parameter, and the next batch trains as if it had not been there", async () => {
+  const f = await fixture("cnn-wasm");
+  const bad = tensors(f.batches[0]!);
+  (bad["x"]!.data as Float32Array)[0] = NaN;
+  const run = async (...batches: Record<string, ort.Tensor>[]) => {
+    const session = await TrainingSession.create(filesFor(f), { threads: 1 });
+    const losses: number[] = [];
+    for (const batch of batches) {
+      losses.push((await session.runTrainStep(batch))["loss"]!.data[0] as number);
+      await session.runOptimizerStep();
+      await session.lazyResetGrad();
+    }
+    const vector = (await session.getContiguousParameters(false)).data as Float32Array;
+    await session.release();
+    return { losses, vector };
+  };
+  const good = tensors(f.batches[1]!);
+  const [none, broken, once, mixed] = [await run(), await run(bad), await run(good), await run(bad, good)];
+  expect(broken.losses[0]).toBeNaN();
+  expect(broken.vector).toEqual(none.vector);
+  expect(mixed.losses[1]).toBe(once.losses[0]);
+  expect(distance(mixed.vector, once.vector)).toBeLessThan(1e-6);
+  expect(distance(once.vector, none.vector)).toBeGreaterThan(1e-4);
+});
+
 test("gradients accumulate until they are reset, and the learning rate is used", async () => {
   const f = await fixture("cnn-wasm");
   const make = () => TrainingSession.create(filesFor(f), { threads: 1 });
