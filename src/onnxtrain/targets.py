@@ -51,6 +51,7 @@ LACKS = {
     "float64": "sums over many elements in double precision",
     "int64": "64-bit integer inputs",
     "output-binding": "outputs written to memory that the caller provides",
+    "uint8": "optimizer state in 8 bits",
 }
 """What a runtime may lack (an operator, a part of one, a type), and what we use it for."""
 
@@ -170,6 +171,7 @@ ALSO_MISSING: dict[str, Mapping[str, str]] = {
         "float64": "WGSL has no double",
         "int64": "WGSL has no 64-bit integers",
         "output-binding": "onnxruntime-web allocates outputs itself",
+        "uint8": "WGSL has no 8-bit integers",
     },
 }
 """What a target lacks although its profile does not say so, and why."""

@@ -20,6 +20,7 @@ import onnx_ir as ir
 
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.optim import quantized_state
 from onnxtrain.optim import transforms as T
 from onnxtrain.optim.transforms import Slot, Transform, Update
 from onnxtrain.registry import Registry
@@ -51,6 +52,8 @@ class Optimizer:
     proximal: float = 0.0
     """Add ``proximal * (p - anchor)`` to each gradient, as FedProx does. The slot ``anchor`` holds
     the initial parameter until a caller changes it."""
+    state_bits: int = 32
+    """8 stores the moments of large parameters in a byte per element, see ``quantized_state``."""
 
     def __init_subclass__(cls) -> None:
         """Reset ``elementwise`` in a class that overrides the update and does not set it."""
@@ -65,6 +68,11 @@ class Optimizer:
             raise PrepareError(f"lr must be a finite number: {self.lr!r}")
         if self.lr < 0.0:
             raise PrepareError(f"lr must not be negative: {self.lr}")
+        if self.state_bits not in (8, 32):
+            raise PrepareError(f"state_bits must be 8 or 32: {self.state_bits}")
+        if self.state_bits == 8:
+            # State in blocks does not join: a block has elements of one parameter.
+            object.__setattr__(self, "elementwise", False)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if (
@@ -105,8 +113,17 @@ class Optimizer:
         return emitted and not self.links(name)
 
     def slots(self, name: str, dims: Sequence[int], dtype: ir.DataType) -> list[Slot]:
-        """Return the state tensors of a parameter."""
+        """Return the state tensors of a parameter, as they are stored."""
+        stored = list[Slot]()
+        for slot in self._slots(name, dims, dtype):
+            stored += quantized_state.stored(slot) if self._quantizes(slot) else [slot]
+        return stored
+
+    def _slots(self, name: str, dims: Sequence[int], dtype: ir.DataType) -> list[Slot]:
         return [s for t in self.links(name) for s in t.slots(tuple(dims), dtype)]
+
+    def _quantizes(self, slot: Slot) -> bool:
+        return self.state_bits == 8 and quantized_state.fits(slot)
 
     def apply(
         self,
@@ -141,12 +158,13 @@ class Optimizer:
                     shared[key] = op.Mul(rate, group.lr_factor)
                 rate = shared[key]
             dims = op.static(p) or ()
-            slots = {s.name: state[f"{name}.{s.name}"] for s in self.slots(name, dims, p.dtype)}
+            slots = self._slots(name, dims, p.dtype)
+            old = {s.name: self._read(op, s, name, state) for s in slots}
             u = Update(
                 op,
                 p,
                 gradients[name],
-                slots,
+                old,
                 rate,
                 _shared_scalar(op, shared, "step", step, p.dtype),
                 shared,
@@ -154,8 +172,21 @@ class Optimizer:
             for link in self.links(name):
                 link.update(u)
             new_parameters[name] = self.subtract_update(u, decay)
-            new_state.update({f"{name}.{slot}": v for slot, v in u.new_state.items()})
+            for slot in slots:
+                new = {slot.name: u.new_state[slot.name]}
+                if self._quantizes(slot):
+                    new = quantized_state.quantize(op, slot, u.new_state[slot.name])
+                new_state.update({f"{name}.{n}": v for n, v in new.items()})
         return new_parameters, new_state
+
+    def _read(
+        self, op: OpBuilder, slot: Slot, name: str, state: Mapping[str, ir.Value]
+    ) -> ir.Value:
+        """Return the value of a slot, dequantized if it is stored in 8 bits."""
+        if not self._quantizes(slot):
+            return state[f"{name}.{slot.name}"]
+        parts = [state[f"{name}.{s.name}"] for s in quantized_state.stored(slot)]
+        return quantized_state.dequantize(op, slot, *parts)
 
     def subtract_update(self, u: Update, weight_decay: float) -> ir.Value:
         """Return the new parameter."""

@@ -267,11 +267,7 @@ class NAdam(Optimizer):
     def chain(self, weight_decay: float) -> tuple[Transform, ...]:
         """Add weight decay, then scale by Nesterov Adam."""
         decay = T.decay_weights if self.decoupled_weight_decay else T.add_weight_decay
-        return T.chain(decay(weight_decay), Transform(self._scale, self._slots))
-
-    @staticmethod
-    def _slots(dims: tuple[int, ...], dtype: ir.DataType) -> list[Slot]:
-        return [*T.like("exp_avg", "exp_avg_sq")(dims, dtype), Slot("mu_product", (), dtype, 1.0)]
+        return T.chain(decay(weight_decay), Transform(self._scale, _nadam_slots))
 
     def _scale(self, u: Update) -> None:
         op, (beta1, beta2) = u.op, self.betas
@@ -292,6 +288,10 @@ class NAdam(Optimizer):
         root = op.Sqrt(op.Div(v, T.one_minus_power(u, beta2)))
         update = op.Add(op.Mul(u.gradient, weight_g), op.Mul(m, weight_m))
         u.gradient = op.Div(update, op.Add(root, self.eps))
+
+
+def _nadam_slots(dims: tuple[int, ...], dtype: ir.DataType) -> list[Slot]:
+    return [*T.like("exp_avg", "exp_avg_sq")(dims, dtype), Slot("mu_product", (), dtype, 1.0)]
 
 
 @OPTIMIZERS.named("radam")

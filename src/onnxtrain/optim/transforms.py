@@ -30,6 +30,11 @@ class Slot:
     dtype: ir.DataType
     init: float = 0.0
 
+    @property
+    def nonnegative(self) -> bool:
+        """Whether the slot holds averages of squares, which are never negative."""
+        return self.name in ("exp_avg_sq", "max_exp_avg_sq")
+
 
 @dataclasses.dataclass
 class Update:
