@@ -9,6 +9,7 @@ from onnxtrain.artifacts.build import build
 from onnxtrain.artifacts.distill import distill, teacher_logits
 from onnxtrain.autodiff.explain import Report, explain
 from onnxtrain.autodiff.gradients import expand_gradients, grad, jvp, parameters, vjp
+from onnxtrain.autodiff.jacobians import hessian, hvp, jacobian, save_casadi, vmap
 from onnxtrain.autodiff.rule_registry import register_vjp
 from onnxtrain.autodiff.split import Split, split
 from onnxtrain.finetuning.finetune import finetune
@@ -48,6 +49,9 @@ __all__ = [
     "finetune",
     "generate",
     "grad",
+    "hessian",
+    "hvp",
+    "jacobian",
     "jvp",
     "load",
     "load_adapter",
@@ -60,10 +64,12 @@ __all__ = [
     "plan",
     "register_vjp",
     "replace_head",
+    "save_casadi",
     "split",
     "teacher_logits",
     "testing",
     "vjp",
+    "vmap",
 ]
 
 

@@ -329,9 +329,3 @@ def test_masked_scores_in_the_qk_output_are_infinite(opset: int) -> None:
     y, s = stock(finalize(load_normalized(model).model))(values)
     assert np.array_equal(np.isneginf(s[0, 0]), [[False, True, True], [False, False, True]])
     same([y, s], reference(model)(values))
-
-
-def test_operators_without_a_runtime_raise() -> None:
-    _, text, _ = NEW["attribute"]
-    with pytest.raises(PrepareError, match=r"opset 28 is newer than runtimes support \(26\)"):
-        load_normalized(parse(28, text))

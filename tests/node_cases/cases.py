@@ -26,6 +26,11 @@ FLOATS = (
 _TWIN = re.compile(r"_expanded(_function)?(_ver\d+)?$")
 
 
+def base_name(name: str) -> str:
+    """The name of the case whose function body a case is, or its own name."""
+    return _TWIN.sub("", name)
+
+
 @dataclass(frozen=True)
 class Case:
     """One node test: a model, its inputs, the outputs onnx expects, and what it is about."""
@@ -47,7 +52,7 @@ class Case:
     @property
     def base(self) -> str:
         """The name of the case whose body this is, or its own name."""
-        return _TWIN.sub("", self.name)
+        return base_name(self.name)
 
     @property
     def is_twin(self) -> bool:

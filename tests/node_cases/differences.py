@@ -197,6 +197,8 @@ def _at(
 def _narrow_inputs(case: Case) -> set[str]:
     """Float inputs whose small steps do not survive, even with all else in double."""
     model = case.proto()
+    if any(n.domain == "ai.onnx.preview.training" for n in model.graph.node):
+        return set(case.wrt)  # onnx's evaluator rounds to float32 there
     narrow = narrowed(model)
     outside = {v.name for v in model.graph.input} | {t.name for t in model.graph.initializer}
     return narrow if narrow <= outside else set(case.wrt)

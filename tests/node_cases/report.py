@@ -1,5 +1,6 @@
 """The table of docs/ops.md."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -8,9 +9,14 @@ from pathlib import Path
 import onnx
 import onnxruntime
 
+from onnxtrain.autodiff.explain import operators
+from tests.node_cases.cases import base_name
 from tests.node_cases.check import ERROR, FAILED, PASSED, REFUSED, SKIPPED, Verdict
 
 PATH = Path(__file__).parents[2] / "docs" / "ops.md"
+README = Path(__file__).parents[2] / "README.md"
+_OUTCOMES = (PASSED, FAILED, REFUSED, ERROR, SKIPPED)
+_DOMAINS = ("ai.onnx", "ai.onnx.preview", "ai.onnx.preview.training")
 _INTRODUCTION = """# Gradients of ONNX's own node tests
 
 {summary}
@@ -22,11 +28,12 @@ float64 (onnx's reference evaluator, else onnxruntime) or, where neither has the
 float32. A difference counts as stable when halving the step changes nothing and both one-sided
 differences agree; a case whose data lie on a kink or a tie is tested at a point nearby. The
 function bodies of operators (`_expanded`) must also have the gradients of the operator itself,
-element by element.
+element by element. They are not cases of their own: the column *bodies* counts them.
 
 *passed*: the gradient equals the difference. *failed*: it differs. *refused*: onnxtrain reports
 that it cannot differentiate this. *error*: anything else. *skipped*: no difference is stable,
-or stock onnxruntime runs neither the case nor its gradient. Stamps above opset 26 are read as 26.
+or stock onnxruntime runs neither the case nor its gradient. Cases of opset 27 and 28 are
+differentiated as they are.
 
 This page is made by `python -m tests.node_cases --write`, here with {versions}.
 """
@@ -37,31 +44,71 @@ def versions() -> str:
     return f"onnx {onnx.__version__} and onnxruntime {onnxruntime.__version__}"
 
 
+def is_body(verdict: Verdict) -> bool:
+    """Whether the case is the function body of another one (`_expanded`)."""
+    return base_name(verdict.name) != verdict.name
+
+
 def counts(verdicts: Sequence[Verdict]) -> str:
-    """One sentence with the totals."""
-    total = Counter(v.outcome for v in verdicts)
-    stable = sum(v.stable for v in verdicts)
+    """One sentence with the totals; function bodies of other cases are counted apart."""
+    own = [v for v in verdicts if not is_body(v)]
+    bodies = [v for v in verdicts if is_body(v)]
+    total = Counter(v.outcome for v in own)
+    stable = sum(v.stable for v in own)
     share = 100.0 * total[PASSED] / stable if stable else 0.0
     return (
-        f"{len(verdicts)} cases of {len({v.op for v in verdicts})} operators: "
+        f"{len(own)} cases of {len({v.op for v in own})} operators: "
         f"{stable} have a stable difference, of which {total[PASSED]} passed ({share:.1f} %), "
         f"{total[FAILED]} failed, {total[REFUSED]} refused, {total[ERROR]} error; "
-        f"{total[SKIPPED]} skipped."
+        f"{total[SKIPPED]} skipped. Of {sum(v.stable for v in bodies)} function bodies of these "
+        f"cases, {sum(v.outcome == PASSED for v in bodies)} passed."
     )
 
 
 def write(verdicts: Sequence[Verdict]) -> Path:
-    """Writes docs/ops.md and gives its path."""
+    """Writes docs/ops.md and the counts of the README; gives the path of the page."""
     PATH.parent.mkdir(exist_ok=True)
     PATH.write_text(text(verdicts), encoding="utf-8")
+    README.write_text(readme(README.read_text(encoding="utf-8"), PATH.read_text()))
     return PATH
+
+
+_START, _END = "<!-- counts, by `make ops` -->", "<!-- end of counts -->"
+
+
+def readme(old: str, page: str) -> str:
+    """The README with the counts of the page: its line of totals."""
+    found = re.search(
+        r"^(\d+) cases of (\d+) operators: (\d+) have a stable difference, of which (\d+) passed",
+        page,
+        re.MULTILINE,
+    )
+    assert found is not None, "no line of totals"
+    cases, names, stable, passed = found.groups()
+    reports = [o for d in _DOMAINS for o in operators(d)]
+    gradients = sum(o.how in ("rule", "decomposed", "body") for o in reports)
+    sentence = (
+        f"All {len(reports)} operators of ONNX up to opset {onnx.defs.onnx_opset_version()} are "
+        f"answered ([list](docs/ops.md)): {gradients} are differentiated,\nthe others have a "
+        f"declared zero gradient or a stated reason why they have none. Of ONNX's own {cases} "
+        f"float test cases of {names}\noperators, {stable} have a stable difference; gradients of "
+        f"{passed} equal it."
+    )
+    return re.sub(
+        f"{re.escape(_START)}.*?{re.escape(_END)}",
+        lambda _: f"{_START}\n{sentence}\n{_END}",
+        old,
+        flags=re.DOTALL,
+    )
 
 
 def text(verdicts: Sequence[Verdict]) -> str:
     """The page: the totals, a line per operator, and every case that did not pass."""
     lines = [_INTRODUCTION.format(summary=counts(verdicts), versions=versions())]
-    lines += ["| operator | cases | stable | passed | failed | refused | error | skipped |"]
-    lines += ["|---|---|---|---|---|---|---|---|"]
+    lines += [
+        "| operator | cases | stable | passed | failed | refused | error | skipped | bodies |"
+    ]
+    lines += ["|---|---|---|---|---|---|---|---|---|"]
     by_op = sorted(verdicts, key=lambda v: (v.op, v.name))
     for op, group in groupby(by_op, key=lambda v: v.op):
         lines.append(_row(op, list(group)))
@@ -90,12 +137,15 @@ def _left_out(verdict: Verdict) -> list[str]:
     return [f"{name}: {why.split(':')[0]}" for name, why in sorted(verdict.left_out.items())]
 
 
-def _row(op: str, verdicts: list[Verdict]) -> str:
+def _row(op: str, checked: list[Verdict]) -> str:
+    bodies = [v for v in checked if is_body(v)]
+    verdicts = [v for v in checked if not is_body(v)]
     total = Counter(v.outcome for v in verdicts)
     why = Counter(v.reason.split(":")[0] for v in verdicts if v.outcome == SKIPPED)
     skipped = ", ".join(f"{n} {reason}" for reason, n in sorted(why.items()))
     cells = [op, len(verdicts), sum(v.stable for v in verdicts)]
     cells += [total[PASSED], total[FAILED] or "", total[REFUSED] or "", total[ERROR] or "", skipped]
+    cells.append(f"{sum(v.outcome == PASSED for v in bodies)} of {len(bodies)}" if bodies else "")
     return "| " + " | ".join(str(cell) for cell in cells) + " |"
 
 

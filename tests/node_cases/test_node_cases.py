@@ -135,7 +135,15 @@ def test_the_table_is_sorted_and_complete():
         check.Verdict("test_b", "B", check.PASSED, stable=True),
         check.Verdict("test_a", "A", check.SKIPPED, "random: Dropout"),
     ]
+    checked.append(check.Verdict("test_b_expanded", "B", check.PASSED, stable=True))
     text = report.text(checked)
+    assert "| B | 1 | 1 | 1 |  |  |  |  | 1 of 1 |" in text
     assert "2 cases of 2 operators: 1 have a stable difference" in text
     assert text.index("| A |") < text.index("| B |")
     assert "- **A**, random: Dropout: a" in text
+
+
+def test_counts_of_the_readme_are_those_of_the_page():
+    old = report.README.read_text(encoding="utf-8")
+    page = report.PATH.read_text(encoding="utf-8")
+    assert report.readme(old, page) == old, "out of date: python -m tests.node_cases --write"

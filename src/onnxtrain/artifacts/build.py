@@ -54,6 +54,7 @@ from onnxtrain.artifacts.trainable import (
     untrained_reasons,
 )
 from onnxtrain.artifacts.update import mark_in_place, vector_models
+from onnxtrain.autodiff.gradient_nodes import TRAINING_DOMAIN
 from onnxtrain.autodiff.gradients import Names, normalize, registered_domains
 from onnxtrain.autodiff.recompute import copy_scopes
 from onnxtrain.autodiff.selection import batch_statistics
@@ -72,6 +73,7 @@ from onnxtrain.graph.io.proto_checks import STANDARD_DOMAINS
 from onnxtrain.graph.memory_usage import symbolic_peaks
 from onnxtrain.graph.shapes.unknown import specialize
 from onnxtrain.importer import Prepared, expose_weights
+from onnxtrain.importer.opset import to_loadable
 from onnxtrain.importer.parameters import ADAPTERS
 from onnxtrain.losses import LossLike, MetricLike
 from onnxtrain.losses.attach import loss_inputs
@@ -186,6 +188,7 @@ class LoadedSource:
 def _load_source(model: Source, options: BuildOptions) -> LoadedSource:
     """Load and check the model of the user."""
     source, exposed = expose_weights(load(model, allow_domains=registered_domains()))
+    source, expanded = _expand_for_runtimes(source)
     source, sizes, freed = free_batch_axes(source, options.dims, automatic=options.check)
     source = specialize(source, sizes)
     check_inputs(source)
@@ -199,7 +202,17 @@ def _load_source(model: Source, options: BuildOptions) -> LoadedSource:
             "hint: build without opset=, and lower the exported model"
         )
     unshared = unshare_running_statistics(source)
-    return LoadedSource(source, (*exposed, *freed, *unshared), shared if large else None)
+    repairs = (*exposed, *expanded, *freed, *unshared)
+    return LoadedSource(source, repairs, shared if large else None)
+
+
+def _expand_for_runtimes(source: ir.Model) -> tuple[ir.Model, Sequence[str]]:
+    """Return the model to serve without operators that no runtime has, and a line per change."""
+    domains = {n.domain for n in source.graph.all_nodes()}
+    if TRAINING_DOMAIN in domains:
+        prepared = normalize(source)
+        return prepared.model, prepared.repairs
+    return to_loadable(source)
 
 
 def _build_for_target(loaded: LoadedSource, options: BuildOptions) -> Artifacts:

@@ -33,7 +33,7 @@ from onnxtrain.graph.io.external_data import STORED_TENSOR, detach_weights
 from onnxtrain.graph.io.writer import finalize, strip_traces
 from onnxtrain.graph.simplify.dead_code import remove_dead
 from onnxtrain.importer import Prepared
-from onnxtrain.importer.opset import IR_VERSION, NEWEST_IR, NEWEST_OPSET, OPSET
+from onnxtrain.importer.opset import IR_VERSION, NEWEST_IR, OPSET
 from onnxtrain.losses import Attached, attach_loss
 from onnxtrain.losses.attach import Compared
 from onnxtrain.manifest import ModelSpec, StateSpec, TensorSpec, WeightSpec
@@ -513,8 +513,6 @@ def inference_model(source: ir.Model) -> BuiltModel:
             array = np.ascontiguousarray(x.const_value.numpy()).reshape(x.const_value.shape.numpy())
             x.const_value = ir.Tensor(array, dtype=x.const_value.dtype, name=x.name)
     model.ir_version = max(_OLDEST_IR, min(model.ir_version, NEWEST_IR))
-    if model.opset_imports.get("", 0) > NEWEST_OPSET:
-        model.opset_imports[""] = NEWEST_OPSET
     detach_weights(model)
     spec = ModelSpec(
         role="infer",

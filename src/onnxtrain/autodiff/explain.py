@@ -17,6 +17,7 @@ from onnxtrain.autodiff.differentiate import (
     differentiate,
     reachable_values,
 )
+from onnxtrain.autodiff.gradient_nodes import GRADIENT, TRAINING_DOMAIN
 from onnxtrain.autodiff.gradients import normalize, registered_domains
 from onnxtrain.autodiff.rule_registry import (
     NO_GRADIENT,
@@ -44,8 +45,7 @@ from onnxtrain.graph.io import Source, load
 from onnxtrain.graph.nodes import op_key, stops_gradient
 from onnxtrain.graph.opset_imports import RUNTIME_DOMAIN
 from onnxtrain.graph.shapes.unknown import specialize
-from onnxtrain.importer.functions import has_body
-from onnxtrain.importer.opset import NEWEST_OPSET
+from onnxtrain.importer.functions import PREVIEW_DOMAIN, has_body
 from onnxtrain.importer.opset import RUNTIME_OPERATORS as MOVED
 from onnxtrain.importer.parameters import Role
 
@@ -64,11 +64,14 @@ class OperatorReport:
     why: str
 
 
+_STANDARD = ("", "ai.onnx", PREVIEW_DOMAIN, TRAINING_DOMAIN)
+
+
 def operators(domain: str = "") -> list[OperatorReport]:
     """Return one line per operator of a domain, sorted by name.
 
     Raises:
-        PrepareError: the domain is neither the standard one nor onnxruntime's.
+        PrepareError: the domain is neither of the standard nor onnxruntime's.
 
     >>> {o.name: o.how for o in operators()}["MatMul"]
     'rule'
@@ -77,11 +80,12 @@ def operators(domain: str = "") -> list[OperatorReport]:
     """
     if domain == RUNTIME_DOMAIN:
         return _runtime_operators()
-    if domain not in ("", "ai.onnx"):
-        raise PrepareError(f"unknown domain: {domain!r} (expected ai.onnx or {RUNTIME_DOMAIN})")
+    if domain not in _STANDARD:
+        expected = ", ".join((*_STANDARD[1:], RUNTIME_DOMAIN))
+        raise PrepareError(f"unknown domain: {domain!r} (expected one of {expected})")
     newest: dict[str, onnx.defs.OpSchema] = {}
     for schema in onnx.defs.get_all_schemas_with_history():
-        if schema.domain != "" or schema.since_version > NEWEST_OPSET:
+        if schema.domain != domain.removesuffix("ai.onnx"):
             continue
         known = newest.get(schema.name)
         if known is None or schema.since_version > known.since_version:
@@ -113,21 +117,24 @@ def _runtime_report(name: str, key: str) -> OperatorReport:
 
 def _report(schema: onnx.defs.OpSchema) -> OperatorReport:
     name, since = schema.name, schema.since_version
+    key = name if schema.domain == "" else f"{schema.domain}::{name}"
+    if key == GRADIENT:
+        return OperatorReport(name, since, "decomposed", "the derivative that it stands for")
     if schema.deprecated:
         successor = _SUCCESSORS.get(name)
         how = "missing" if successor is None else "decomposed"
         return OperatorReport(
             name, since, how, "" if successor is None else f"raised to {successor}"
         )
-    if name in RULES:
+    if key in RULES:
         return OperatorReport(name, since, "rule", "")
-    if name in ZERO_GRADIENT:
-        return OperatorReport(name, since, "zero", ZERO_GRADIENT[name])
-    if name in NO_GRADIENT:
-        return OperatorReport(name, since, "none", NO_GRADIENT[name])
-    if is_decomposed(name):
+    if key in ZERO_GRADIENT:
+        return OperatorReport(name, since, "zero", ZERO_GRADIENT[key])
+    if key in NO_GRADIENT:
+        return OperatorReport(name, since, "none", NO_GRADIENT[key])
+    if is_decomposed(key):
         return OperatorReport(name, since, "decomposed", "")
-    if has_body(name, NEWEST_OPSET):
+    if has_body(name, since, schema.domain):
         return OperatorReport(name, since, "body", "the function body of the ONNX standard")
     return OperatorReport(name, since, "missing", "")
 

@@ -25,13 +25,14 @@ from onnxtrain.autodiff.differentiate import ancestor_nodes, differentiate
 from onnxtrain.errors import PrepareError, UndifferentiableError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder, copy_node_list, names_in
-from onnxtrain.graph.nodes import captured, subgraphs_of
+from onnxtrain.graph.nodes import captured, op_key, subgraphs_of
 from onnxtrain.graph.shapes.inference import infer_shapes
 from onnxtrain.graph.simplify import RANDOM_OPS, remove_dead
 from onnxtrain.importer import Prepared
 from onnxtrain.importer.functions import inline_functions
 
 TRAINING_DOMAIN = "ai.onnx.preview.training"
+GRADIENT = f"{TRAINING_DOMAIN}::Gradient"
 # Inputs: a value for each of xs and zs, then xs, zs and y themselves. Attribute: the number of xs.
 _CONNECTED_DOMAIN, _CONNECTED = "onnxtrain.gradients", "Gradient"
 
@@ -43,7 +44,7 @@ def present(model: ir.Model) -> bool:
 
 
 def _is_gradient(node: ir.Node) -> bool:
-    return node.domain == TRAINING_DOMAIN and node.op_type == "Gradient"
+    return op_key(node) == GRADIENT
 
 
 @dataclasses.dataclass(frozen=True)

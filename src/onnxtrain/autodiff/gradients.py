@@ -252,7 +252,7 @@ def grad(
             named ``loss``.
         target: as in :func:`vjp`.
     """
-    work, wrt_values, selected = prepare_gradients(model, wrt, of, target, _select_scalar_output)
+    work, wrt_values, selected = prepare_gradients(model, wrt, of, target, select_scalar_output)
     (loss,) = selected
     if S.dims_of(loss) not in ((), (1,)):
         raise UndifferentiableError(
@@ -279,12 +279,25 @@ def jvp(
     work, wrt_values, selected = prepare_gradients(model, wrt, outputs, target)
     gradient_model = GradientModel(work, target)
     gradient_model.lift(wrt_values)
-    op, graph = gradient_model.op, gradient_model.graph
     tangents = {x: gradient_model.input_like(f"{x.name}_tangent", x) for x in wrt_values}
+    output_tangents = push_forward(gradient_model, tangents, selected)
+    for y in selected:
+        gradient_model.output(f"{y.name}_tangent", output_tangents[y], y)
+    gradient_model.graph.sort()
+    return gradient_model.finish()
+
+
+def push_forward(
+    gradient_model: GradientModel,
+    tangents: Mapping[ir.Value, ir.Value],
+    outputs: Sequence[ir.Value],
+) -> dict[ir.Value, ir.Value | None]:
+    """Append the tangents of outputs, given those of inputs; ``None`` if a tangent is zero."""
+    op, graph = gradient_model.op, gradient_model.graph
     # v -> J v is the transpose of u -> J^T u. The latter is linear in u, so its transpose does
     # not read u: the probes below are replaced by zeros in the end.
-    probes = {y: gradient_model.input_like(f"{y.name}_probe", y) for y in selected}
-    grads = gradient_model.differentiate(probes, wrt_values)
+    probes = {y: gradient_model.input_like(f"{y.name}_probe", y) for y in outputs}
+    grads = gradient_model.differentiate(probes, list(tangents))
     pullback_cotangents: dict[ir.Value, ir.Value] = {}
     for x, g in grads.items():
         if g is not None:
@@ -293,14 +306,12 @@ def jvp(
                 if g in pullback_cotangents
                 else tangents[x]
             )
-    output_tangents = gradient_model.differentiate(pullback_cotangents, list(probes.values()))
-    for y in selected:
-        gradient_model.output(f"{y.name}_tangent", output_tangents.get(probes[y]), y)
+    found = gradient_model.differentiate(pullback_cotangents, list(probes.values()))
     for y, probe in probes.items():
         probe.replace_all_uses_with(op.zeros_like(y))
         graph.inputs.remove(probe)
     graph.sort()
-    return gradient_model.finish()
+    return {y: found.get(probe) for y, probe in probes.items()}
 
 
 def expand_gradients(model: Source, *, target: str | Target = "cpu") -> onnx.ModelProto:
@@ -372,7 +383,7 @@ def _reject_settings(wrt: Sequence[ir.Value]) -> None:
                 )
 
 
-def _select_scalar_output(prepared: Prepared, of: Names) -> list[ir.Value]:
+def select_scalar_output(prepared: Prepared, of: Names) -> list[ir.Value]:
     """Return the output ``of``; by default the only one, or ``loss``."""
     names = [y.name or "" for y in prepared.graph.outputs]
     if of is None:

@@ -22,6 +22,7 @@ from onnxtrain.autodiff.explain import explain as explain_model
 from onnxtrain.autodiff.explain import operators
 from onnxtrain.autodiff.gradients import expand_gradients, vjp
 from onnxtrain.autodiff.gradients import grad as gradients_of_output
+from onnxtrain.autodiff.jacobians import save_casadi
 from onnxtrain.cli.flags import Json, Model, OptionValues, Wrt, flags_from, read_dim, read_size
 from onnxtrain.errors import LoweringError, PrepareError, ProbeError
 from onnxtrain.graph.io import load, save
@@ -179,8 +180,19 @@ def grad(
             "model by standard operators.",
         ),
     ] = False,
+    casadi: Annotated[
+        bool,
+        Option(
+            "--casadi",
+            help="Write OUTPUT and beside it adj_, fwd_ and fwd_adj_OUTPUT, as CasADi reads them.",
+        ),
+    ] = False,
 ) -> None:
     """Write a model that computes the gradient of a scalar output, or a vector-Jacobian product."""
+    if casadi:
+        for path in save_casadi(model, output, target=target):
+            typer.echo(str(path))
+        return
     if expand:
         if wrt or of is not None:
             raise PrepareError("--expand excludes --wrt and --of: the nodes of the model name both")

@@ -37,9 +37,10 @@ def adam(
         g = _regularized(op, g, x, norm_coefficient)
         v = op.Add(op.Mul(v, alpha), op.Mul(g, 1 - alpha))
         h = op.Add(op.Mul(h, beta), op.Mul(op.Mul(g, g), 1 - beta))
+        power = op.Max(count, 1.0)  # at 0 the correction is 0/0, which Where would not stop
         bias = op.Div(
-            op.Sqrt(op.Sub(1.0, op.Pow(op.const(beta, x.dtype), count))),
-            op.Sub(1.0, op.Pow(op.const(alpha, x.dtype), count)),
+            op.Sqrt(op.Sub(1.0, op.Pow(op.const(beta, x.dtype), power))),
+            op.Sub(1.0, op.Pow(op.const(alpha, x.dtype), power)),
         )
         corrected = op.Where(op.Greater(count, 0.0), op.Mul(rate, bias), rate)
         x = op.Sub(x, op.Div(op.Mul(corrected, v), op.Add(op.Sqrt(h), epsilon)))

@@ -92,9 +92,9 @@ class _Schema(Protocol):
     ) -> bytes: ...
 
 
-def has_body(op_type: str, opset: int) -> bool:
+def has_body(op_type: str, opset: int, domain: str = "") -> bool:
     """Return whether the standard has a usable function body for an operator."""
-    schema = S.schema_of(op_type, opset)
+    schema = S.schema_of(op_type, opset, domain)
     if schema is None or op_type in UNUSABLE_BODIES:
         return False
     full = cast(_Schema, schema)
@@ -125,8 +125,35 @@ def context_dependent_body(
     return onnx.FunctionProto.FromString(text)
 
 
+PREVIEW_DOMAIN = "ai.onnx.preview"
+"""Operators that may still change; no runtime has kernels for them."""
 _BODY_DOMAIN = "onnxtrain.bodies"  # domain of temporary functions, inlined immediately
 _MAX_ROUNDS = 8  # bodies may use operators that have bodies
+
+
+def inline_preview(model: ir.Model) -> ir.Model:
+    """Return the model with operators of ``ai.onnx.preview`` replaced by their bodies.
+
+    Their inputs must be typed: the bodies depend on the types.
+
+    Raises:
+        PrepareError: onnx cannot inline a body.
+    """
+    kinds = sorted({n.op_type for n in model.graph.all_nodes() if n.domain == PREVIEW_DOMAIN})
+    if not kinds:
+        return model
+    keys = [(PREVIEW_DOMAIN, kind) for kind in kinds]
+    try:
+        return transform_proto(
+            model,
+            lambda proto: onnx.inliner.inline_selected_functions(
+                proto, keys, inline_schema_functions=True
+            ),
+        )
+    except RuntimeError as error:
+        raise PrepareError(
+            f"the function bodies of {', '.join(kinds)} cannot be inlined: {S.first_line(error)}"
+        ) from error
 
 
 def inline_bodies(model: ir.Model, selected: Callable[[str], bool]) -> ir.Model:

@@ -33,7 +33,12 @@ from onnxtrain.graph.nodes import is_op, is_standard, nodes
 from onnxtrain.graph.opset_imports import RUNTIME_DOMAIN
 from onnxtrain.graph.shapes.inference import check_before_conversion, infer_shapes
 from onnxtrain.importer.constants import lift_constants
-from onnxtrain.importer.functions import inline_bodies
+from onnxtrain.importer.functions import (
+    PREVIEW_DOMAIN,
+    inline_bodies,
+    inline_functions,
+    inline_preview,
+)
 
 _INPUTS_SINCE = 11  # bounds of Clip and the value of Pad are inputs, Resize has coordinate modes
 _ONE_AXIS_SINCE = 13  # Softmax, LogSoftmax and Hardmax use one axis, not a flattened matrix
@@ -295,6 +300,7 @@ def move_runtime_operators(model: ir.Model, opset: int) -> None:
 OPSET = 21
 IR_VERSION = 10
 NEWEST_OPSET = 26
+"""The newest opset that onnxruntime loads."""
 NEWEST_IR = 13
 _UNBATCHED_SCAN = 9
 
@@ -320,6 +326,8 @@ def to_working_opset(
         del model.opset_imports["ai.onnx"]
     model.opset_imports[""] = opset or OPSET
     move_runtime_operators(model, opset or OPSET)
+    model, _ = to_loadable(model)
+    opset = min(opset, NEWEST_OPSET)
     if opset and opset != OPSET:
         check_before_conversion(model)
     if not opset or opset == OPSET:
@@ -368,22 +376,9 @@ def _downgrade(
     )
     lift_constants(model)
     decompose(model, only=lambda key: fused(key) if "::" in key else _is_newer_op(key), keep=keep)
-    infer_shapes(model.graph, opset)  # `_same_at_working_opset` reads dtypes
-    stuck = sorted(
-        {n.op_type for n in model.graph.all_nodes() if not _same_at_working_opset(n, opset)}
-    )
-    if not stuck:
+    infer_shapes(model.graph, opset)  # `_same_at` reads dtypes
+    if all(_same_at(OPSET, n, opset) for n in model.graph.all_nodes()):
         model.opset_imports[""] = OPSET
-        return model
-    if opset > NEWEST_OPSET:
-        blocked = [op for op in stuck if _since_version(op, opset) > NEWEST_OPSET]
-        if blocked:
-            raise PrepareError(
-                f"opset {opset} is newer than runtimes support ({NEWEST_OPSET}), "
-                f"and these operators cannot be downgraded: {', '.join(blocked)}\n"
-                f"hint: export the model with opset {NEWEST_OPSET} or older"
-            )
-        model.opset_imports[""] = NEWEST_OPSET
     return model
 
 
@@ -391,16 +386,107 @@ def _is_newer_op(op_type: str) -> bool:
     return S.schema_of(op_type, OPSET) is None
 
 
-def _since_version(op_type: str, opset: int) -> int:
-    schema = S.schema_of(op_type, opset)
-    return schema.since_version if schema is not None else 0
+def to_loadable(model: ir.Model) -> tuple[ir.Model, list[str]]:
+    """Return the model in operators that runtimes load, and a line per change.
+
+    Models of :data:`NEWEST_OPSET` or older come back as they are. Newer ones get that opset. Nodes
+    that it does not have become their function bodies, and nodes that only accept more types since
+    then compute in float32. Operators of ``ai.onnx.preview`` become their bodies at any opset.
+
+    Raises:
+        PrepareError: a node of a newer opset has neither.
+    """
+    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 0))
+    preview = sorted({n.op_type for n in model.graph.all_nodes() if n.domain == PREVIEW_DOMAIN})
+    if opset <= NEWEST_OPSET and not preview:
+        return model, []
+    if model.functions:
+        model = inline_functions(model)
+    infer_shapes(model.graph, opset)
+    model = inline_preview(model)
+    expanded = list(preview)
+    if opset > NEWEST_OPSET:
+        if preview:
+            infer_shapes(model.graph, opset)
+        new = {n.op_type for n in _newer_nodes(model, opset) if not _compute_in_float32(n)}
+        expanded += sorted(new)
+        own = {n.op_type for n in model.graph.all_nodes()} - new
+        # A body may bring other new operators, such as Swish, for which runtimes lack kernels.
+        fresh = lambda op: op not in own and _is_newer_op(op)  # noqa: E731
+        model = inline_bodies(model, lambda op: op in new or (fresh(op) and not is_decomposed(op)))
+        decompose(model, only=lambda key: "::" not in key and fresh(key))
+        infer_shapes(model.graph, opset)
+        blocked = [n for n in _newer_nodes(model, opset) if not _compute_in_float32(n)]
+        if blocked:
+            lines = [f"  node {n.name!r}: {S.describe(n)}" for n in blocked[:10]]
+            raise PrepareError(
+                f"opset {opset} is newer than runtimes support ({NEWEST_OPSET}), and these nodes "
+                "cannot be downgraded:\n" + "\n".join(lines) + "\n"
+                f"hint: export the model with opset {NEWEST_OPSET} or older"
+            )
+        model.opset_imports[""] = NEWEST_OPSET
+        for node in model.graph.all_nodes():
+            node.version = NEWEST_OPSET if is_standard(node) else node.version
+    model.opset_imports.pop(PREVIEW_DOMAIN, None)
+    lift_constants(model)
+    lines = [f"opset {opset} brought to {NEWEST_OPSET}"] if opset > NEWEST_OPSET else []
+    if expanded:
+        lines.append(f"expanded, because no runtime has them: {', '.join(expanded)}")
+    return model, lines
 
 
-def _same_at_working_opset(node: ir.Node, opset: int) -> bool:
-    """Return whether a node means the same at the working opset: newer ones only add types."""
+def _newer_nodes(model: ir.Model, opset: int) -> list[ir.Node]:
+    """Return the nodes that do not mean the same at the newest opset of runtimes."""
+    return [n for n in model.graph.all_nodes() if not _same_at(NEWEST_OPSET, n, opset)]
+
+
+def _compute_in_float32(node: ir.Node) -> bool:
+    """Cast 16-bit inputs that the newest opset of runtimes rejects; return whether that helped."""
+    old = S.schema_of(node.op_type, NEWEST_OPSET)
+    graph = node.graph
+    if old is None or graph is None or any(n not in old.attributes for n in node.attributes):
+        return False
+    inputs = [(i, x) for i, x in enumerate(node.inputs) if x is not None and x.dtype in _HALVES]
+    outputs = [y for y in node.outputs if y.dtype in _HALVES]
+    if not inputs:
+        return False
+    taken = {y.name for n in graph for y in n.outputs}
+
+    def cast(x: ir.Value, dtype: ir.DataType, name: str) -> ir.Value:
+        while name in taken:
+            name += "_"
+        taken.add(name)
+        new = ir.Node("", "Cast", [x], [ir.AttrInt64("to", int(dtype))], num_outputs=1, name=name)
+        out = new.outputs[0]
+        out.name, out.type, out.shape = name, ir.TensorType(dtype), x.shape
+        (graph.insert_before if dtype == _FLOAT else graph.insert_after)(node, new)
+        return out
+
+    for i, x in inputs:
+        node.replace_input_with(i, cast(x, _FLOAT, f"{x.name}.float32"))
+    for y in outputs:
+        assert y.dtype is not None
+        new = cast(y, y.dtype, f"{y.name}.rounded")
+        for use in list(y.uses()):
+            if use.node is not new.producer():
+                use.node.replace_input_with(use.idx, new)
+        for i, out in enumerate(graph.outputs):
+            if out is y:
+                graph.outputs[i] = new
+                y.name, new.name = new.name, y.name
+        y.type = ir.TensorType(_FLOAT)
+    return True
+
+
+_FLOAT = ir.DataType.FLOAT
+_HALVES = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16)
+
+
+def _same_at(older: int, node: ir.Node, opset: int) -> bool:
+    """Return whether a node means the same at an older opset: newer ones only add types."""
     if not is_standard(node):
         return True
-    new, old = S.schema_of(node.op_type, opset), S.schema_of(node.op_type, OPSET)
+    new, old = S.schema_of(node.op_type, opset), S.schema_of(node.op_type, older)
     if new is None or old is None:
         return new is None
     if new.since_version == old.since_version:

@@ -143,6 +143,7 @@ INPUT_ROLES: dict[str, dict[int, Role]] = {
     "Conv": _CONV_INPUTS,
     "ConvTranspose": _CONV_INPUTS,
     "DeformConv": {1: KERNEL, 3: BIAS},
+    "CausalConvWithState": _CONV_INPUTS,
     "LSTM": {1: RECURRENT, 2: RECURRENT, 3: RECURRENT, 5: STATE, 6: STATE, 7: RECURRENT},
     "GRU": {1: RECURRENT, 2: RECURRENT, 3: RECURRENT, 5: STATE},
     "RNN": {1: RECURRENT, 2: RECURRENT, 3: RECURRENT, 5: STATE},
