@@ -46,7 +46,7 @@ DECLARED: dict[type, Declared] = {
 }
 ONLY_IN_PYTHON = {
     BuildOptions: {"dp", "randomness", "check"},
-    FitOptions: {"callbacks", "progress", "shuffle", "drop_last", "tensorboard"},
+    FitOptions: {"callbacks", "progress", "shuffle", "drop_last", "tensorboard", "transform"},
     FineTuneOptions: {"progress"},
 }
 kinds = pytest.mark.parametrize("kind", DECLARED)

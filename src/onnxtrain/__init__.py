@@ -19,7 +19,15 @@ from onnxtrain.lowering.lower import lower
 from onnxtrain.optim.privacy import DP
 from onnxtrain.planning import Plan, plan
 from onnxtrain.text.generate import generate
-from onnxtrain.training import Callback, EarlyStopping, MlflowLogger, Trainer, WandbLogger, find_lr
+from onnxtrain.training import (
+    Callback,
+    EarlyStopping,
+    MlflowLogger,
+    Stream,
+    Trainer,
+    WandbLogger,
+    find_lr,
+)
 
 __version__ = "0.2.0"
 
@@ -38,6 +46,7 @@ __all__ = [
     "Precision",
     "Report",
     "Split",
+    "Stream",
     "Trainer",
     "WandbLogger",
     "build",

@@ -1,6 +1,7 @@
 """Training on stock ONNX Runtime."""
 
 from onnxtrain.training.callbacks import Best, Callback, EarlyStopping, MlflowLogger, WandbLogger
+from onnxtrain.training.data import Stream
 from onnxtrain.training.data_files import DataFile, read_data
 from onnxtrain.training.evaluation import Evaluation
 from onnxtrain.training.fit import History, Run
@@ -20,6 +21,7 @@ __all__ = [
     "Parameters",
     "Run",
     "StepResult",
+    "Stream",
     "Trainer",
     "WandbLogger",
     "find_lr",

@@ -193,6 +193,11 @@ class EarlyStopping(Best):
     def on_start(self, run: Run) -> None:
         """Check that the run keeps the epoch to restore."""
         self._copy = None
+        if self.restore_best and run.workers is not None:
+            raise OnnxTrainError(
+                "restore_best=True is not supported in several workers\n"
+                "hint: trainer.load('.../checkpoints/best.safetensors') after the run"
+            )
         if self.restore_best and run.best.monitor != self.monitor:
             raise OnnxTrainError(
                 f"restore_best=True: the best epoch of this run is by {run.best.monitor!r}, "

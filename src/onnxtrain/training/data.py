@@ -1,32 +1,32 @@
-"""Batches of a training run, and labels that are not classes of the model.
+"""Batches of a training run.
 
 :func:`as_source` turns arrays, tables, files, lists, torch's DataLoader and functions into a
-:class:`Source`. :func:`columns_of` reads any of them as named columns, which the rules of
-:mod:`onnxtrain.training.columns` convert. Batches depend on data, seed and epoch only, so a resumed
-run sees the same ones. :func:`explain_label_error` names the row of a label that is out of range.
+:class:`Source`: :class:`Arrays` in memory, :class:`Batches` of the caller, or the rows of a
+:class:`Stream`, which may be larger than memory. :func:`columns_of` reads any of them as named
+columns, which the rules of :mod:`onnxtrain.training.columns` convert. Batches depend on data, seed
+and epoch only, so a resumed run sees the same ones.
 """
 
 from __future__ import annotations
 
+import contextvars
+import glob
 import inspect
 import itertools
 import os
+import queue
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-import onnx
-import onnx_ir as ir
 
-from onnxtrain.errors import LabelError, OnnxTrainError, ShapeError, by_caller
+from onnxtrain.errors import OnnxTrainError, ShapeError, by_caller
 from onnxtrain.manifest import TensorSpec
-from onnxtrain.runtime import session as runtime
 from onnxtrain.runtime.feeds import has_shape, match_target, to_array
 from onnxtrain.training.columns import Classes, Columns, Origin, arrays_of
-from onnxtrain.training.data_files import read_data
-
-if TYPE_CHECKING:
-    from onnxtrain.training.trainer import Trainer
+from onnxtrain.training.data_files import read_columns, read_data
 
 _MASK_64 = 0xFFFFFFFFFFFFFFFF
 
@@ -39,7 +39,7 @@ class Batch(NamedTuple):
     """Indices of its samples in the data, if they are known."""
     weight: float | None = None
     """Weight in means over batches; the number of samples by default."""
-    origin: Origin = Origin()
+    origin: Origin | FileRows = Origin()
     """Where the rows come from, for messages."""
 
     def part(self, rows: Callable[[int], slice]) -> Batch:
@@ -118,12 +118,13 @@ def as_source(
 
     Args:
         data: arrays (a dict by name, or a tuple by position), a table (pandas, polars, Arrow, a
-            Hugging Face ``Dataset``) or the path of a file, which are cut into batches; a list or
-            other iterable of batches, each one of these or a :class:`Batch`; or a function that
-            returns such an iterable, with the epoch as its argument or without arguments.
+            Hugging Face ``Dataset``), the path of a file, or a :class:`Stream`, which are cut into
+            batches; a list or other iterable of batches, each one of these or a :class:`Batch`; or
+            a function that returns such an iterable, with the epoch as its argument or without
+            arguments.
         specs: the inputs and targets of a batch.
-        batch_size: for arrays, tables and files.
-        shuffle: shuffle arrays in each epoch; the order depends on seed and epoch only.
+        batch_size: for arrays, tables, files and streams.
+        shuffle: shuffle these in each epoch; the order depends on seed and epoch only.
         seed: random seed of the order.
         drop_last: drop the last batch of an epoch if it is smaller.
         classes: class names by target; by default the sorted labels of the data.
@@ -132,6 +133,17 @@ def as_source(
     """
     known = {name: list(names) for name, names in (classes or {}).items()}
     origin = Origin()
+    if isinstance(data, Stream):
+        return StreamedRows(
+            data,
+            specs,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            classes=known,
+            part=part,
+        )
     if isinstance(data, str | os.PathLike):
         arrays, known, origin = read_data(data, specs, known)
     elif (columns := columns_of(data, specs)) is not None:
@@ -343,14 +355,7 @@ class Arrays:
     ) -> None:
         if batch_size < 1:
             raise ShapeError(f"batch_size must be at least 1, got {batch_size}")
-        scalars = [name for name, a in arrays.items() if a.ndim == 0]
-        if scalars:
-            raise ShapeError(f"{scalars[0]!r} is a scalar\nhint: axis 0 must be the samples")
-        lengths = {len(a) for a in arrays.values()}
-        if len(lengths) != 1:
-            listing = ", ".join(f"{n}: {len(a)}" for n, a in arrays.items())
-            raise ShapeError(f"arrays have different lengths: {listing}")
-        (self.samples,) = lengths
+        self.samples = _number_of_rows(arrays)
         self.classes, self._origin, self._part = classes, origin, part
         self._size, self._shuffle, self._seed = batch_size, shuffle, seed
         self._end = self.samples - self.samples % batch_size if drop_last else self.samples
@@ -379,6 +384,17 @@ class Arrays:
             index = slice(first, end) if order is None else order[first:end]
             rows = np.arange(first, end) if order is None else order[first:end]
             yield Batch({n: a[index] for n, a in self._arrays.items()}, rows, origin=self._origin)
+
+
+def _number_of_rows(arrays: Mapping[str, np.ndarray]) -> int:
+    scalars = [name for name, a in arrays.items() if a.ndim == 0]
+    if scalars:
+        raise ShapeError(f"{scalars[0]!r} is a scalar\nhint: axis 0 must be the samples")
+    lengths = {len(a) for a in arrays.values()}
+    if len(lengths) != 1:
+        listing = ", ".join(f"{n}: {len(a)}" for n, a in arrays.items())
+        raise ShapeError(f"arrays have different lengths: {listing}")
+    return lengths.pop()
 
 
 class Batches:
@@ -416,13 +432,281 @@ class Batches:
                 f"hint: its arrays are {', '.join(s.name for s in self._specs)}"
             )
         arrays, _ = arrays_of(columns, self._specs, self.classes, whole=False)
-        if all(has_shape(arrays[s.name], s.shape[1:]) for s in self._specs):
+        if _is_row(arrays, self._specs):
             shapes = ", ".join(f"{n} {list(a.shape)}" for n, a in arrays.items())
             raise ShapeError(
                 f"the data gives single rows, and batches are expected: {shapes}\n"
-                "hint: torch.utils.data.DataLoader(rows, batch_size=32) makes batches"
+                "hint: fit(onnxtrain.Stream(rows), batch_size=32) makes batches"
             )
         return Batch(arrays)
+
+
+def _is_row(arrays: Mapping[str, np.ndarray], specs: Sequence[TensorSpec]) -> bool:
+    return all(has_shape(arrays[s.name], s.shape[1:]) for s in specs)
+
+
+class FileRows(NamedTuple):
+    """Rows of several files, for messages; a row's id is ``file * 2**32 + row``."""
+
+    paths: Sequence[Path]
+
+    def rows(self, ids: Sequence[int]) -> str:
+        """Return the places of rows.
+
+        >>> FileRows([Path("a.npz"), Path("b.npz")]).rows([3, (1 << 32) + 7])
+        'a.npz: row 3; b.npz: row 7'
+        """
+        places = {}
+        for i in ids[:5]:
+            places.setdefault(i >> 32, []).append(i & 0xFFFFFFFF)
+        return "; ".join(Origin(str(self.paths[f])).rows(rows) for f, rows in places.items())
+
+
+class Stream:
+    """Rows of a data set that may be larger than memory, read in order, shuffled in a buffer.
+
+    The order depends on the data, the trainer's seed and the epoch only, so that resuming is exact.
+    A resumed run reads the batches again that the epoch has had.
+
+    Args:
+        rows: files: a path with wildcards (``"shards/*.npz"``) or a list of paths, each of which
+            fits into memory; or an iterable, or a function from the epoch to one, of pieces: tables
+            or arrays of any number of rows, as ``pandas.read_csv(path, chunksize=10_000)`` gives
+            them, or single rows.
+        buffer: number of rows in memory, among which rows are shuffled; files are also read in
+            another order in each epoch.
+        prefetch: number of batches that a background thread prepares; 0 disables the thread.
+
+    Example::
+
+        stream = onnxtrain.Stream(lambda: pandas.read_csv("big.csv", chunksize=10_000))
+        trainer.fit(stream, batch_size=64)
+    """
+
+    def __init__(self, rows: Any, *, buffer: int = 10_000, prefetch: int = 4) -> None:
+        if buffer < 1:
+            raise OnnxTrainError(f"buffer must be at least 1, got {buffer}")
+        if prefetch < 0:
+            raise OnnxTrainError(f"prefetch must not be negative, got {prefetch}")
+        self.rows, self.buffer, self.prefetch = rows, buffer, prefetch
+
+
+_ROW_IDS = ""  # the column of row numbers
+
+
+class StreamedRows:
+    """Batches of a :class:`Stream`."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        specs: Sequence[TensorSpec],
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        classes: Classes,
+        part: Part | None = None,
+    ) -> None:
+        self._stream, self._specs, self.classes, self._part = stream, specs, classes, part
+        self._size, self._shuffle, self._seed = batch_size, shuffle, seed
+        self._drop_last = drop_last
+        self._files = _files(stream.rows)
+        self._origin = Origin() if self._files is None else FileRows(self._files)
+        if self._files is None:
+            rows = stream.rows
+            is_function = callable(rows) and not hasattr(rows, "__iter__")
+            self._items = _function_of_epoch(rows) if is_function else _per_epoch(rows, seed)
+
+    def __len__(self) -> int:
+        raise TypeError("the number of rows is unknown")
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """Return the batches of an epoch; skipped batches are read as well."""
+        pieces = self._pieces(epoch)
+        if self._shuffle:
+            pieces = self._mixed(pieces, epoch)
+        batches = itertools.islice(self._cut(pieces), start, None)
+        size = self._stream.prefetch
+        return prefetched(batches, size) if size else batches
+
+    def _pieces(self, epoch: int) -> Iterator[dict[str, np.ndarray]]:
+        """Read pieces of any size, with the numbers of their rows."""
+        if self._files is not None:
+            n = len(self._files)
+            for i in shuffled(n, self._seed, epoch) if self._shuffle else range(n):
+                columns, origin = read_columns(self._files[i])
+                yield self._piece(columns, (int(i) << 32), origin)
+            return
+        first = 0
+        for item in self._items(epoch):
+            columns = columns_of(tuple(item) if isinstance(item, list) else item, self._specs)
+            if columns is None:
+                raise ShapeError(
+                    f"a stream must give tables, arrays or rows, got {type(item).__name__}\n"
+                    f"hint: its arrays are {', '.join(s.name for s in self._specs)}"
+                )
+            piece = self._piece(columns, first, Origin())
+            first += len(piece[_ROW_IDS])
+            yield piece
+
+    def _piece(self, columns: Columns, first: int, origin: Origin) -> dict[str, np.ndarray]:
+        arrays, _ = arrays_of(columns, self._specs, self.classes, origin, whole=False)
+        if _is_row(arrays, self._specs):
+            arrays = {n: a[np.newaxis] for n, a in arrays.items()}
+        rows = _number_of_rows(arrays)
+        for spec in self._specs:
+            if spec.role == "target":
+                arrays[spec.name] = match_target(spec, arrays[spec.name], "")
+        return {**arrays, _ROW_IDS: np.arange(first, first + rows)}
+
+    def _mixed(
+        self, pieces: Iterable[dict[str, np.ndarray]], epoch: int
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Shuffle rows in a buffer: when it is full, half of it stays for the next rows."""
+        seed, turns = _hash_seed(self._seed, epoch), itertools.count()
+
+        def mix() -> dict[str, np.ndarray]:
+            rows = _concatenated(pool)
+            order = shuffled(len(rows[_ROW_IDS]), seed, next(turns))
+            return {n: a[order] for n, a in rows.items()}
+
+        pool: list[dict[str, np.ndarray]] = []
+        size = 0
+        for piece in pieces:
+            pool.append(piece)
+            size += len(piece[_ROW_IDS])
+            if size >= self._stream.buffer:
+                rows, keep = mix(), self._stream.buffer // 2
+                yield {n: a[keep:] for n, a in rows.items()}
+                pool, size = [{n: a[:keep] for n, a in rows.items()}], keep
+        if size:
+            yield mix()
+
+    def _cut(self, pieces: Iterable[dict[str, np.ndarray]]) -> Iterator[Batch]:
+        rest: list[dict[str, np.ndarray]] = []
+        size = 0
+        for piece in pieces:
+            rest.append(piece)
+            size += len(piece[_ROW_IDS])
+            if size >= self._size:
+                rows, used = _concatenated(rest), size - size % self._size
+                for first in range(0, used, self._size):
+                    yield self._batch(rows, slice(first, first + self._size))
+                rest, size = [{n: a[used:] for n, a in rows.items()}], size % self._size
+        if size and not self._drop_last:
+            yield self._batch(_concatenated(rest), slice(None))
+
+    def _batch(self, rows: Mapping[str, np.ndarray], part: slice) -> Batch:
+        arrays = {n: a[part] for n, a in rows.items() if n != _ROW_IDS}
+        batch = Batch(arrays, rows[_ROW_IDS][part], origin=self._origin)
+        return batch if self._part is None else batch.part(self._part)
+
+
+def _files(rows: Any) -> list[Path] | None:
+    """Return the files of a stream, ``None`` if it reads none."""
+    is_path = isinstance(rows, str | os.PathLike)
+    if is_path:
+        paths = [Path(p) for p in sorted(glob.glob(os.fspath(rows)))]
+        if not paths:
+            raise OnnxTrainError(f"{rows}: no such file\nhint: Stream('shards/*.npz')")
+        return paths
+    if isinstance(rows, list | tuple) and all(isinstance(p, str | os.PathLike) for p in rows):
+        return [Path(p) for p in rows]
+    return None
+
+
+def _concatenated(pieces: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    if len(pieces) == 1:
+        return dict(pieces[0])
+    try:
+        return {n: np.concatenate([p[n] for p in pieces]) for n in pieces[0]}
+    except ValueError as error:
+        raise ShapeError(
+            f"rows of a stream have different shapes: {error}\nhint: pad them to one length"
+        ) from error
+
+
+def prefetched(items: Iterator[Batch], size: int) -> Iterator[Batch]:
+    """Yield items that a background thread computes, up to ``size`` of them ahead."""
+    ready: queue.Queue[tuple[Batch | None, BaseException | None]] = queue.Queue(size)
+    stopped = threading.Event()
+
+    def put(item: Batch | None, error: BaseException | None = None) -> None:
+        while not stopped.is_set():
+            try:
+                ready.put((item, error), timeout=0.1)
+            except queue.Full:
+                continue
+            return
+
+    def work() -> None:
+        try:
+            for item in items:
+                put(item)
+                if stopped.is_set():
+                    return
+            put(None)
+        except BaseException as error:
+            put(None, error)
+
+    # With the context of the caller, which decides how hints are worded.
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = ready.get()
+            if error is not None:
+                raise error
+            if item is None:
+                return
+            yield item
+    finally:
+        stopped.set()
+        thread.join(timeout=10)
+
+
+Transform = Callable[..., Mapping[str, Any]]
+"""A function of a batch, a dict of arrays, and of a random generator if it takes one."""
+
+
+class Transformed:
+    """Batches that a function of the caller changes, such as augmentation.
+
+    Each batch has a random generator of its own, which depends on seed, epoch and position.
+    """
+
+    def __init__(
+        self, source: Source, transform: Transform, specs: Sequence[TensorSpec], seed: int
+    ) -> None:
+        self._source, self._seed, self.classes = source, seed, source.classes
+        self._names = [s.name for s in specs]
+        try:
+            inspect.signature(transform).bind({}, None)
+            self._transform = transform
+        except TypeError:
+            self._transform = lambda batch, rng: transform(batch)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """Return the batches of an epoch."""
+        for i, batch in enumerate(self._source.batches(epoch, start), start):
+            # Copies: a transform may write, and slices are the arrays of the caller.
+            arrays = {n: np.array(a) for n, a in batch.arrays.items()}
+            # Workers have different rows of a batch, and draw different values.
+            first = 0 if batch.rows is None or not len(batch.rows) else int(batch.rows[0])
+            rng = np.random.default_rng([self._seed, epoch, i, first])
+            changed = self._transform(arrays, rng)
+            if not isinstance(changed, Mapping) or {*changed} != {*self._names}:
+                got = list(changed) if isinstance(changed, Mapping) else type(changed).__name__
+                raise ShapeError(
+                    f"transform must return a dict with {', '.join(self._names)}, got {got}\n"
+                    "hint: change the batch that it gets and return it"
+                )
+            yield batch._replace(arrays=dict(changed))
 
 
 def _per_epoch(data: Any, seed: int) -> Callable[[int], Iterable[Any]]:
@@ -469,143 +753,3 @@ def _hash_seed(seed: int, epoch: int) -> int:
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         value = ((value ^ (value >> shift)) * factor) & _MASK_64
     return value ^ (value >> 31)
-
-
-_PASS_THROUGH = (
-    "Cast",
-    "Concat",
-    "Flatten",
-    "Identity",
-    "Pad",
-    "Reshape",
-    "Slice",
-    "Squeeze",
-    "Transpose",
-    "Unsqueeze",
-    "Where",
-)
-_LOSSES = ("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss")
-
-
-class LabelClasses(NamedTuple):
-    """The labels that a target may contain."""
-
-    size: int
-    ignored: frozenset[int]
-
-
-def explain_label_error(
-    trainer: Trainer,
-    error: OnnxTrainError,
-    feeds: Mapping[str, np.ndarray],
-    batch: Batch | None = None,
-) -> OnnxTrainError:
-    """Return an error that names the wrong label of a batch, if one is the cause.
-
-    Args:
-        trainer: ran the batch.
-        error: onnxruntime's error, which is returned if the labels are fine.
-        feeds: the arrays of the batch.
-        batch: knows where its rows come from.
-    """
-    if trainer.manifest.model("eval") is None:
-        return error
-    targets = {t.name: feeds[t.name] for t in trainer.batch_specs if t.role == "target"}
-    model = runtime.load_graph(trainer.artifacts.source("eval"))
-    problem = label_problem(model, targets, batch or Batch({}))
-    return error if problem is None else LabelError(problem)
-
-
-def label_problem(
-    model: onnx.ModelProto, targets: Mapping[str, np.ndarray], batch: Batch
-) -> str | None:
-    """Return the message for the first label of a batch that is not a class, if there is one.
-
-    Args:
-        model: computes the loss.
-        targets: arrays by name.
-        batch: knows where its rows come from.
-    """
-    for name, labels in targets.items():
-        if labels.dtype.kind not in "iu" or not labels.ndim:
-            continue
-        known = label_classes(model, name)
-        if known is None:
-            continue
-        bad = (labels < 0) | (labels >= known.size)
-        for ignored in known.ignored:
-            bad &= labels != ignored
-        if bad.any():
-            index = tuple(int(i) for i in np.argwhere(bad)[0])
-            value, where = int(labels[index]), batch.places(index[:1])
-            many = f" (and {int(bad.sum()) - 1} more of the batch)" if bad.sum() > 1 else ""
-            return (
-                f"{name!r} has {value} in {where}{many}; the model has {known.size} classes: "
-                f"0 to {known.size - 1}\n"
-                f"hint: {_label_hint(labels, known)}"
-            )
-    return None
-
-
-def _label_hint(labels: np.ndarray, known: LabelClasses) -> str:
-    if labels.max() == known.size and labels.min() >= 1:
-        return "labels count from 0; subtract 1"
-    ignored = ", ".join(map(str, sorted(known.ignored)))
-    return f"rows with label {ignored} are ignored" if ignored else "labels count from 0"
-
-
-def label_classes(model: onnx.ModelProto, name: str) -> LabelClasses | None:
-    """Return the classes that the target ``name`` chooses from, if a loss determines them."""
-    constants = {t.name: t for t in model.graph.initializer}
-    return _classes_in(model.graph, {name}, constants)
-
-
-def _classes_in(
-    graph: onnx.GraphProto, labels: set[str], constants: Mapping[str, onnx.TensorProto]
-) -> LabelClasses | None:
-    """Return the classes of labels in a graph, or in the body of a Scan.
-
-    Args:
-        graph: the graph.
-        labels: names of values that are labels; grows with values computed from them.
-        constants: initializers of the model.
-    """
-    count, ignored = None, set[int]()
-    for node in graph.node:
-        given = {i for i, x in enumerate(node.input) if x in labels}
-        if not given:
-            continue
-        if given & ({1, 2} if node.op_type == "Where" else {0}) and node.op_type in _PASS_THROUGH:
-            labels.update(node.output)
-        elif node.op_type == "Equal":
-            ignored.update(_scalar_constants(constants, (x for x in node.input if x not in labels)))
-        elif node.op_type == "Scan":
-            body = next(a.g for a in node.attribute if a.name == "body")
-            inner = _classes_in(body, {body.input[i].name for i in given}, constants)
-            if inner is not None:
-                count, ignored = inner.size, ignored | inner.ignored
-        elif 1 in given and node.op_type in (*_LOSSES, "GatherElements"):
-            attributes = {a.name: a.i for a in node.attribute}
-            axis = 1 if node.op_type in _LOSSES else attributes.get("axis", 0)
-            count = count or _static_size(graph, node.input[0], axis)
-            if "ignore_index" in attributes:
-                ignored.add(attributes["ignore_index"])
-    return None if count is None else LabelClasses(count, frozenset(ignored))
-
-
-def _scalar_constants(
-    constants: Mapping[str, onnx.TensorProto], names: Iterator[str]
-) -> Iterator[int]:
-    for name in names:
-        tensor = constants.get(name)
-        if tensor is not None and not tensor.dims and not tensor.external_data:
-            yield int(ir.serde.deserialize_tensor(tensor).numpy())
-
-
-def _static_size(graph: onnx.GraphProto, name: str, axis: int) -> int | None:
-    for value in (*graph.value_info, *graph.input, *graph.output):
-        if value.name == name:
-            dims: Any = value.type.tensor_type.shape.dim
-            if -len(dims) <= axis < len(dims) and dims[axis].HasField("dim_value"):
-                return dims[axis].dim_value
-    return None

@@ -78,14 +78,18 @@ def read_data(
     path, known = Path(path), {name: list(texts) for name, texts in (classes or {}).items()}
     if path.is_dir():
         return DataFile(*read_image_folder(path, specs, known))
+    columns, origin = read_columns(path)
+    return DataFile(*arrays_of(columns, specs, known, origin), origin)
+
+
+def read_columns(path: Path) -> tuple[Columns, Origin]:
+    """Return the columns of a table or an .npz file, as they are, and where its rows are."""
     if not path.exists():
         raise OnnxTrainError(f"{path}: no such file or folder\nhint: {_nearby(path)}")
     if path.suffix.lower() not in (*DELIMITERS, *_JSON_LINES_SUFFIXES):
-        columns, origin = read_npz(path), Origin(str(path))
-    else:
-        columns, lines = _columns(path)
-        origin = Origin(str(path), lines)
-    return DataFile(*arrays_of(columns, specs, known, origin), origin)
+        return read_npz(path), Origin(str(path))
+    columns, lines = _columns(path)
+    return columns, Origin(str(path), lines)
 
 
 def _nearby(path: Path) -> str:
@@ -413,8 +417,7 @@ def _read_images(
         if image.size * 4 * len(paths) > STACKED_BYTES:
             raise OnnxTrainError(
                 f"{folder}: {len(paths)} images do not fit into 4 GiB\n"
-                "hint: train from Python, where fit takes an iterable of batches, such as a "
-                "DataLoader"
+                "hint: train from Python, where fit takes a Stream or a DataLoader"
             )
         images.append(image)
         read.append(i)

@@ -11,8 +11,9 @@ import numpy as np
 
 from onnxtrain.errors import LabelError, ShapeError
 from onnxtrain.runtime.feeds import feed
-from onnxtrain.training.data import Source, explain_label_error
+from onnxtrain.training.data import Source
 from onnxtrain.training.distributed import Workers
+from onnxtrain.training.labels import explain_label_error
 from onnxtrain.training.metrics import Metrics
 from onnxtrain.training.results import Outputs, StepResult
 

@@ -63,9 +63,10 @@ from onnxtrain.training.checks import (
     nonfinite_weights,
 )
 from onnxtrain.training.columns import class_names
-from onnxtrain.training.data import Batch, Source, as_source, explain_label_error, length
+from onnxtrain.training.data import Batch, Source, Transform, Transformed, as_source, length
 from onnxtrain.training.distributed import Workers
 from onnxtrain.training.evaluation import Mean, evaluate
+from onnxtrain.training.labels import explain_label_error
 from onnxtrain.training.metrics import Metrics, MetricsLike
 from onnxtrain.training.progress import Display, display
 from onnxtrain.training.results import StepResult
@@ -120,6 +121,7 @@ class FitOptions:
     )
     shuffle: bool | None = option(None)
     drop_last: bool | None = option(None)
+    transform: Transform | None = option(None)
     debug_nan: bool = option(False, Flag(bool, "Find the node that computes the first NaN."))
     tensorboard: bool | None = option(None)
 
@@ -334,6 +336,8 @@ class Run:
             classes=classes,
             part=None if self.workers is None else self.workers.part,
         )
+        if options.transform is not None:
+            source = Transformed(source, options.transform, specs, seed)
         validation = options.validation
         if validation is not None:
             validation = as_source(

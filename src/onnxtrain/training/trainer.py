@@ -56,9 +56,9 @@ from onnxtrain.training.checks import (
 from onnxtrain.training.columns import arrays_of, class_names, class_properties
 from onnxtrain.training.data import (
     Batch,
+    Transform,
     as_source,
     columns_of,
-    explain_label_error,
     is_table,
     with_targets,
 )
@@ -66,6 +66,7 @@ from onnxtrain.training.distributed import CHECK_STEPS, Workers, join, versions
 from onnxtrain.training.engine import StepEngine, control_values, require_spec, resolve_layout
 from onnxtrain.training.evaluation import Evaluation, evaluate, mean_over
 from onnxtrain.training.fit import FitOptions, History, Run, lock_directory
+from onnxtrain.training.labels import explain_label_error
 from onnxtrain.training.metrics import Metrics, MetricsLike
 from onnxtrain.training.profiler import StepProfile, profile_steps
 from onnxtrain.training.progress import Display
@@ -614,6 +615,7 @@ class Trainer(SummaryRepr):
         patience: int | None = None,
         shuffle: bool | None = None,
         drop_last: bool | None = None,
+        transform: Transform | None = None,
         debug_nan: bool = False,
         tensorboard: bool | None = None,
     ) -> History:
@@ -626,8 +628,9 @@ class Trainer(SummaryRepr):
 
         Args:
             data: a dict of arrays (by name) or a tuple of arrays (by position), a table (pandas,
-                polars, Arrow, Hugging Face ``Dataset``) or the path of a file, which are shuffled
-                and cut into batches; an iterable of batches such as a list or torch's DataLoader;
+                polars, Arrow, Hugging Face ``Dataset``), the path of a file, or a :class:`Stream`
+                of rows that do not fit into memory, which are shuffled and cut into batches; an
+                iterable of batches such as a list or torch's DataLoader;
                 or a function from the epoch to such an iterable.
             y: targets, if ``data`` has only the inputs.
             epochs: number of passes over the data, including those before a resumed checkpoint; 1.
@@ -656,6 +659,9 @@ class Trainer(SummaryRepr):
             patience: stop after this many epochs without an improvement.
             shuffle: whether to shuffle arrays in each epoch; ``True`` by default.
             drop_last: drop the last batch of an epoch if it is smaller.
+            transform: changes each training batch, for augmentation: a function of a dict of
+                arrays, and of a numpy random generator if it takes one, that returns the dict. The
+                generator depends on seed, epoch and batch, so that a resumed run has the same.
             debug_nan: check every update, and find the node that computes the first NaN.
             tensorboard: write event files; by default if TensorBoard is installed.
 

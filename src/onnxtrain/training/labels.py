@@ -1,0 +1,160 @@
+"""Labels that are not classes of the model: an error that names the row.
+
+:func:`explain_label_error` runs when a batch fails: it reads the number of classes from the graph
+and finds the first label outside of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onnxtrain.errors import LabelError, OnnxTrainError
+from onnxtrain.runtime import session as runtime
+from onnxtrain.training.data import Batch
+
+if TYPE_CHECKING:
+    from onnxtrain.training.trainer import Trainer
+
+_PASS_THROUGH = (
+    "Cast",
+    "Concat",
+    "Flatten",
+    "Identity",
+    "Pad",
+    "Reshape",
+    "Slice",
+    "Squeeze",
+    "Transpose",
+    "Unsqueeze",
+    "Where",
+)
+_LOSSES = ("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss")
+
+
+class LabelClasses(NamedTuple):
+    """The labels that a target may contain."""
+
+    size: int
+    ignored: frozenset[int]
+
+
+def explain_label_error(
+    trainer: Trainer,
+    error: OnnxTrainError,
+    feeds: Mapping[str, np.ndarray],
+    batch: Batch | None = None,
+) -> OnnxTrainError:
+    """Return an error that names the wrong label of a batch, if one is the cause.
+
+    Args:
+        trainer: ran the batch.
+        error: onnxruntime's error, which is returned if the labels are fine.
+        feeds: the arrays of the batch.
+        batch: knows where its rows come from.
+    """
+    if trainer.manifest.model("eval") is None:
+        return error
+    targets = {t.name: feeds[t.name] for t in trainer.batch_specs if t.role == "target"}
+    model = runtime.load_graph(trainer.artifacts.source("eval"))
+    problem = label_problem(model, targets, batch or Batch({}))
+    return error if problem is None else LabelError(problem)
+
+
+def label_problem(
+    model: onnx.ModelProto, targets: Mapping[str, np.ndarray], batch: Batch
+) -> str | None:
+    """Return the message for the first label of a batch that is not a class, if there is one.
+
+    Args:
+        model: computes the loss.
+        targets: arrays by name.
+        batch: knows where its rows come from.
+    """
+    for name, labels in targets.items():
+        if labels.dtype.kind not in "iu" or not labels.ndim:
+            continue
+        known = label_classes(model, name)
+        if known is None:
+            continue
+        bad = (labels < 0) | (labels >= known.size)
+        for ignored in known.ignored:
+            bad &= labels != ignored
+        if bad.any():
+            index = tuple(int(i) for i in np.argwhere(bad)[0])
+            value, where = int(labels[index]), batch.places(index[:1])
+            many = f" (and {int(bad.sum()) - 1} more of the batch)" if bad.sum() > 1 else ""
+            return (
+                f"{name!r} has {value} in {where}{many}; the model has {known.size} classes: "
+                f"0 to {known.size - 1}\n"
+                f"hint: {_label_hint(labels, known)}"
+            )
+    return None
+
+
+def _label_hint(labels: np.ndarray, known: LabelClasses) -> str:
+    if labels.max() == known.size and labels.min() >= 1:
+        return "labels count from 0; subtract 1"
+    ignored = ", ".join(map(str, sorted(known.ignored)))
+    return f"rows with label {ignored} are ignored" if ignored else "labels count from 0"
+
+
+def label_classes(model: onnx.ModelProto, name: str) -> LabelClasses | None:
+    """Return the classes that the target ``name`` chooses from, if a loss determines them."""
+    constants = {t.name: t for t in model.graph.initializer}
+    return _classes_in(model.graph, {name}, constants)
+
+
+def _classes_in(
+    graph: onnx.GraphProto, labels: set[str], constants: Mapping[str, onnx.TensorProto]
+) -> LabelClasses | None:
+    """Return the classes of labels in a graph, or in the body of a Scan.
+
+    Args:
+        graph: the graph.
+        labels: names of values that are labels; grows with values computed from them.
+        constants: initializers of the model.
+    """
+    count, ignored = None, set[int]()
+    for node in graph.node:
+        given = {i for i, x in enumerate(node.input) if x in labels}
+        if not given:
+            continue
+        if given & ({1, 2} if node.op_type == "Where" else {0}) and node.op_type in _PASS_THROUGH:
+            labels.update(node.output)
+        elif node.op_type == "Equal":
+            ignored.update(_scalar_constants(constants, (x for x in node.input if x not in labels)))
+        elif node.op_type == "Scan":
+            body = next(a.g for a in node.attribute if a.name == "body")
+            inner = _classes_in(body, {body.input[i].name for i in given}, constants)
+            if inner is not None:
+                count, ignored = inner.size, ignored | inner.ignored
+        elif 1 in given and node.op_type in (*_LOSSES, "GatherElements"):
+            attributes = {a.name: a.i for a in node.attribute}
+            axis = 1 if node.op_type in _LOSSES else attributes.get("axis", 0)
+            count = count or _static_size(graph, node.input[0], axis)
+            if "ignore_index" in attributes:
+                ignored.add(attributes["ignore_index"])
+    return None if count is None else LabelClasses(count, frozenset(ignored))
+
+
+def _scalar_constants(
+    constants: Mapping[str, onnx.TensorProto], names: Iterator[str]
+) -> Iterator[int]:
+    for name in names:
+        tensor = constants.get(name)
+        if tensor is not None and not tensor.dims and not tensor.external_data:
+            yield int(ir.serde.deserialize_tensor(tensor).numpy())
+
+
+def _static_size(graph: onnx.GraphProto, name: str, axis: int) -> int | None:
+    for value in (*graph.value_info, *graph.input, *graph.output):
+        if value.name == name:
+            dims: Any = value.type.tensor_type.shape.dim
+            if -len(dims) <= axis < len(dims) and dims[axis].HasField("dim_value"):
+                return dims[axis].dim_value
+    return None
