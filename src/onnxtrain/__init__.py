@@ -18,6 +18,7 @@ from onnxtrain.heads import replace_head
 from onnxtrain.lowering.lower import lower
 from onnxtrain.optim.privacy import DP
 from onnxtrain.planning import Plan, plan
+from onnxtrain.quantization import fold_quantizers, quantize_aware
 from onnxtrain.text.generate import generate
 from onnxtrain.training import (
     Callback,
@@ -56,6 +57,7 @@ __all__ = [
     "explain",
     "find_lr",
     "finetune",
+    "fold_quantizers",
     "generate",
     "grad",
     "hessian",
@@ -71,6 +73,7 @@ __all__ = [
     "optim",
     "parameters",
     "plan",
+    "quantize_aware",
     "register_vjp",
     "replace_head",
     "save_casadi",

@@ -69,9 +69,17 @@ def scale_layout(op, x, scale, axis: int, block_size: int) -> dict[str, int]:
 
 def broadcast_scale(op, scale, like, dtype: ir.DataType, form: dict[str, int]):
     """Return a scale for every element of ``like``; ``dtype`` is that of the integers."""
+    dtype = _byte_type(dtype)
     one = ir.tensor(np.ones(1, np.float32)).numpy().astype(dtype.numpy())
     ones = op.ConstantOfShape(op.shape_of(like), value=ir.Tensor(one, dtype=dtype))
     return op.DequantizeLinear(ones, scale, **form)
+
+
+def _byte_type(dtype: ir.DataType) -> ir.DataType:
+    """Return the 8-bit type of a 4-bit type, which ConstantOfShape has no kernel for."""
+    if dtype.bitwidth >= 8 or not dtype.is_integer():
+        return dtype
+    return ir.DataType.INT8 if dtype.is_signed() else ir.DataType.UINT8
 
 
 def sum_to_scale(op, weighted, scale, axis: int, block_size: int, form: dict[str, int]):
@@ -308,9 +316,9 @@ def _inside(op, x, wide, scale, zero_point, limits, form):
             op.GreaterOrEqual(rounded, op.const(low, x.dtype)),
             op.LessOrEqual(rounded, op.const(high, x.dtype)),
         )
-    zero = ir.Tensor(
-        ir.tensor([0]).numpy().astype(zero_point.dtype.numpy()), dtype=zero_point.dtype
-    )
+    dtype = _byte_type(zero_point.dtype)
+    zero_point = op.cast(zero_point, dtype)
+    zero = ir.Tensor(ir.tensor([0]).numpy().astype(dtype.numpy()), dtype=dtype)
     nothing = op.ConstantOfShape(op.shape_of(x), value=zero)
     # (0 - z) * 1, for every element
     shift = op.cast(op.DequantizeLinear(nothing, op.ones_like(scale), zero_point, **form), x.dtype)
