@@ -13,7 +13,13 @@ SECTIONS = {
     "Guide": [
         *("training", "data", "losses", "optimizers", "parameters", "fine-tuning", "text"),
         *("from-pytorch", "hugging-face", "sklearn", "web", "any-language", "federated"),
-        *("lowering", "own-operators", "onnx-standard", "coming-from-onnxruntime-training"),
+        *(
+            "quantization",
+            "lowering",
+            "own-operators",
+            "onnx-standard",
+            "coming-from-onnxruntime-training",
+        ),
         *("coming-from-web-training", "coming-from-onnxcustom", "style-transfer"),
     ],
     "Reference": [
