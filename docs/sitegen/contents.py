@@ -12,7 +12,8 @@ SECTIONS = {
     "Start": ["install", "quickstart"],
     "Guide": [
         *("training", "data", "losses", "optimizers", "parameters", "fine-tuning", "text"),
-        *("from-pytorch", "hugging-face", "sklearn", "web", "any-language", "federated"),
+        *("from-pytorch", "hugging-face", "sklearn", "distributed", "web", "any-language"),
+        "federated",
         *(
             "quantization",
             "lowering",

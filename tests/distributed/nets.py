@@ -212,6 +212,7 @@ def of_batches(folder: str, kind: str) -> list[float]:
 
 def resumable(folder: str, out: str, pause: float) -> dict[str, np.ndarray]:
     """Train with a checkpoint after every step, and continue what is there."""
+    distributed.JOIN_SECONDS = 8.0  # without torchrun, nobody ends those who wait for the dead
     trainer = Trainer(f"{folder}/art", threads=1, distributed="auto")
     named = dict(zip(trainer.inputs, data("mlp").values(), strict=True))
 

@@ -58,8 +58,7 @@ def test_workers_equal_one_process(
         for key, value in of_weights(first).items():
             np.testing.assert_array_equal(other["state"][key], value)
     assert first["layout"] == ("separate" if shard or options == "everything" else "vector")
-    if shard:
-        assert first["memory"] < one["memory"] + 1024
+    if shard and options == "everything":  # one process runs the same models
         assert sum(r["memory"] for r in (first, *others)) < workers * one["memory"]
 
 
@@ -70,5 +69,7 @@ def test_a_file_in_ddp_equals_one_process(name: str, pool: Pool, tmp_path: Path)
     file = nets.file(name, tmp_path)
     (one,) = pool.run(1, "tests.distributed.nets.as_torch", file, name)
     two = pool.run(2, "tests.distributed.nets.as_torch", file, name)
-    for result in two:
+    for result in (one, *two):
+        if isinstance(result, Exception):
+            raise result
         assert distance(result, one) < 1e-6

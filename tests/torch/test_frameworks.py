@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from onnxtrain.torch import TrainableModule
+from onnxtrain.torch import TrainableModule, as_module, from_torch
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks; they have many
 
@@ -21,6 +22,16 @@ WITHOUT_LIGHTNING = importlib.util.find_spec("lightning") is None
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def of_a_file() -> nn.Module:
+    """The same network from its file; it has the same names."""
+    return as_module(from_torch(network(), torch.randn(2, 6)), threads=1)
+
+
+WRAPPED = pytest.mark.parametrize(
+    "ours_of", [lambda: TrainableModule(network(), threads=1), of_a_file], ids=["module", "file"]
+)
 
 
 def data() -> DataLoader:
@@ -37,7 +48,8 @@ def same(ours: nn.Module, theirs: nn.Module, losses: tuple[list[float], list[flo
         torch.testing.assert_close(ours.state_dict()[name], p, rtol=1e-4, atol=1e-5)
 
 
-def test_accelerate() -> None:
+@WRAPPED
+def test_accelerate(ours_of: Callable[[], nn.Module]) -> None:
     """Accumulated, clipped gradients and a schedule, all by Accelerate."""
     from accelerate import Accelerator
 
@@ -61,15 +73,16 @@ def test_accelerate() -> None:
                     losses.append(loss.item())
         return accelerator.unwrap_model(module), losses
 
-    theirs, ours = train(network()), train(TrainableModule(network(), threads=1))
-    assert isinstance(ours[0], TrainableModule)
+    theirs, ours = train(network()), train(ours_of())
+    assert type(ours[0]) is type(ours_of())
     same(ours[0], theirs[0], (ours[1], theirs[1]))
 
 
 @pytest.mark.skipif(
     WITHOUT_LIGHTNING, reason="lightning is not installed: pip install lightning==2.6.6"
 )
-def test_lightning(tmp_path: Path) -> None:
+@WRAPPED
+def test_lightning(tmp_path: Path, ours_of: Callable[[], nn.Module]) -> None:
     """A trainer with validation, checkpoints and clipped, accumulated gradients."""
     import lightning
 
@@ -104,7 +117,7 @@ def test_lightning(tmp_path: Path) -> None:
         trainer.fit(module, data(), data())
         return module, trainer
 
-    (theirs, _), (ours, trainer) = train(network(), "a"), train(TrainableModule(network()), "b")
+    (theirs, _), (ours, trainer) = train(network(), "a"), train(ours_of(), "b")
     same(ours, theirs, (ours.losses, theirs.losses))
     saved = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=False)
     assert list(saved["state_dict"]) == list(theirs.state_dict())

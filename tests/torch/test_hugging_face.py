@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from onnxtrain.torch import TrainableModule
+from onnxtrain.torch import OnnxModule, TrainableModule, as_module, from_torch
 
 pytestmark = [
     pytest.mark.skipif(
@@ -81,6 +81,31 @@ def train(net: nn.Module, folder: Path) -> list[float]:
     trainer: Any = Trainer(Classifier(net), arguments, train_dataset=rows)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+class ByName(nn.Module):
+    """A file whose only output is the logits."""
+
+    def __init__(self, file: OnnxModule) -> None:
+        super().__init__()
+        self.file = file
+
+    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": self.file(input_ids=input_ids)}
+
+
+def test_their_trainer_with_a_file(tmp_path: Path) -> None:
+    theirs = bert()
+    path = tmp_path / "bert.onnx"
+    example = {"input_ids": torch.randint(1, 40, (2, 6))}
+    from_torch(theirs, example, dynamic_shapes={"input_ids": {0: "batch", 1: "length"}}).save(path)
+    file = as_module(path, threads=1)
+    losses = train(ByName(file), tmp_path / "ours")
+    assert losses == pytest.approx(train(theirs, tmp_path / "theirs"), abs=2e-4)
+    file.to_onnx(path)
+    weights = as_module(path, threads=1).state_dict()
+    assert weights.keys() == file.state_dict().keys()
+    torch.testing.assert_close(weights, file.state_dict())
 
 
 def test_their_trainer(tmp_path: Path) -> None:

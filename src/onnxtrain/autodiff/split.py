@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -11,6 +10,7 @@ import onnx_ir as ir
 from onnxtrain.autodiff.differentiate import ancestor_nodes
 from onnxtrain.autodiff.gradients import GradientModel, Names, prepare_gradients
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.io.external_data import share_weights
 from onnxtrain.graph.io.reader import Source
 from onnxtrain.graph.io.writer import finalize
 from onnxtrain.graph.nodes import captured
@@ -76,7 +76,7 @@ def split(
         both.output(f"{x.name}_grad", grads[x], x)
     _hide_sizes(list(cotangents.values()), [x for x in both.graph.inputs if x.name in inputs])
     wrt_names = [x.name or "" for x in wrt_values]
-    return _cut(both.finish(), dict(both.graph.meta), inputs, own, wrt_names, names)
+    return _cut(both.finish(), both.model, inputs, own, wrt_names, names)
 
 
 def _hide_sizes(cotangents: list[ir.Value], inputs: list[ir.Value]) -> None:
@@ -93,15 +93,15 @@ def _hide_sizes(cotangents: list[ir.Value], inputs: list[ir.Value]) -> None:
 
 def _cut(
     both: onnx.ModelProto,
-    meta: dict[str, Any],
+    origin: ir.Model,
     inputs: list[str],
     outputs: list[str],
     wrt: list[str],
     selected: list[str],
 ) -> Split:
     forward, backward = ir.from_proto(both), ir.from_proto(both)
-    forward.graph.meta.update(meta)  # where large weights are
-    backward.graph.meta.update(meta)
+    share_weights(origin, forward)
+    share_weights(origin, backward)
     count = len(outputs)
     nodes = list(forward.graph)
     forward_nodes = ancestor_nodes(nodes, list(forward.graph.outputs)[:count])
@@ -127,10 +127,10 @@ def _cut(
         if y.name in needed and y.name in computed and y.name not in recomputed_values
     ]
     passed = [name for name in inputs if name in needed]
-    del forward.graph.outputs[count:]
+    forward.graph.outputs[:] = forward.graph.outputs[:count]  # del would leave them marked
     output_names = {y.name for y in forward.graph.outputs}
     by_name = {y.name: y for n in forward.graph for y in n.outputs}
-    del forward.graph.inputs[len(inputs) :]
+    forward.graph.inputs[:] = forward.graph.inputs[: len(inputs)]
     extra = [by_name[name] for name in saved if name not in output_names]
     forward.graph.outputs.extend(extra)
     _make_backward(backward, saved, passed, kept, count, len(inputs))
@@ -163,7 +163,7 @@ def _make_backward(
         value.name = f"{name}.forward"
         value.replace_all_uses_with(entry, replace_graph_outputs=True)
         inputs.append(entry)
-    del graph.outputs[:count]
+    graph.outputs[:] = graph.outputs[count:]
     graph.inputs.clear()
     graph.inputs.extend([*inputs, *(by_name[n] for n in passed), *cotangents])
     for node in list(graph)[::-1]:

@@ -120,7 +120,22 @@ def _initialize(torch: Any, device: str) -> None:
             f"{_first_line(error)}\n"
             "hint: MASTER_ADDR and MASTER_PORT must be those of worker 0, and reachable"
         ) from error
-    store = dist.PrefixStore(f"onnxtrain/{restarts()}", store)
+    try:
+        _form(
+            torch, dist.PrefixStore(f"onnxtrain/{restarts()}", store), rank, size, address, device
+        )
+    except RuntimeError as error:
+        if isinstance(error, OnnxTrainError):
+            raise
+        raise OnnxTrainError(
+            f"worker {rank} of {size} lost worker 0 or another one before the group at {address} "
+            f"had formed: {_first_line(error)}\nhint: the error of the lost worker says why"
+        ) from error
+
+
+def _form(torch: Any, store: Any, rank: int, size: int, address: str, device: str) -> None:
+    """Wait for all workers, then create the group."""
+    dist = torch.distributed
     # The keys name who is missing, which the group itself does not.
     keys = [f"worker/{r}" for r in range(size)]
     store.set(keys[rank], "here")

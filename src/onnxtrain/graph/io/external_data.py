@@ -492,6 +492,13 @@ def detach_weights(model: ir.Model) -> bool:
     return shared is not None
 
 
+def share_weights(source: ir.Model, target: ir.Model) -> None:
+    """Let a model use the weight file of another one, if that has one."""
+    shared: SharedWeights | None = source.graph.meta.get(_META)
+    if shared is not None:
+        shared.keep(target)
+
+
 def weights_folder(model: ir.Model) -> str | None:
     """Return the folder of the file that has a model's larger weights, if there is one."""
     shared: SharedWeights | None = model.graph.meta.get(_META)
