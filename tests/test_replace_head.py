@@ -49,6 +49,31 @@ MODELS = {
 
 
 @pytest.mark.parametrize("kind", MODELS)
+def test_added_classes_keep_the_results_of_the_others(kind: str) -> None:
+    model, given, expected, _ = MODELS[kind]
+    new = onnxtrain.replace_head(model, "scores", add_classes=4)
+    onnx.checker.check_model(new, full_check=True)
+    x = np.random.default_rng(1).standard_normal(given).astype(np.float32)
+    before, after = (
+        onnxruntime.InferenceSession(m.SerializeToString()).run(None, {"x": x})[0]
+        for m in (model, new)
+    )
+    assert after.shape == expected
+    if kind in ("matmul", "transposed"):  # behind a softmax, the ratios stay
+        after = after[..., :3] / after[..., :3].sum(-1, keepdims=True)
+    np.testing.assert_allclose(after[..., :3], before, rtol=1e-5)
+
+
+def test_classes_or_added_classes() -> None:
+    with pytest.raises(PrepareError, match="either classes= or add_classes="):
+        onnxtrain.replace_head(classifier(), "scores")
+    with pytest.raises(PrepareError, match="either classes= or add_classes="):
+        onnxtrain.replace_head(classifier(), "scores", 3, add_classes=1)
+    with pytest.raises(PrepareError, match="add_classes must be at least 1: 0"):
+        onnxtrain.replace_head(classifier(), "scores", add_classes=0)
+
+
+@pytest.mark.parametrize("kind", MODELS)
 def test_replaced_heads(kind: str) -> None:
     model, given, expected, head = MODELS[kind]
     new = onnxtrain.replace_head(model, "scores", 7)

@@ -41,28 +41,40 @@ class _Layer:
 def replace_head(
     model: Source,
     output: str,
-    classes: int,
+    classes: int | None = None,
     *,
+    add_classes: int | None = None,
     reinitialize: str | Sequence[str] = (),
     seed: int = 0,
 ) -> onnx.ModelProto:
-    """Return the model with a new last layer for another number of classes.
+    """Return the model with a new last layer for another number of classes, or with more classes.
 
     The layer that computes ``output`` (Gemm, MatMul with or without bias, Conv) gets weights of the
     new size, initialized like ``torch.nn.Linear``. All other weights stay.
 
+    >>> from onnxtrain.examples import digits_model
+    >>> larger = replace_head(digits_model(), "logits", add_classes=1)
+    >>> [i.dims for i in larger.graph.initializer if i.name == "fc2.bias"]
+    [[11]]
+
     Args:
         model: a path, bytes, ``ModelProto`` or ``ir.Model``; it is not changed.
         output: name of the output.
-        classes: new number of classes.
+        classes: new number of classes; all weights of the layer are new.
+        add_classes: classes to add behind the present ones, which keep their weights.
         reinitialize: names or globs of other weights to reinitialize.
         seed: random seed of the new weights.
 
     Raises:
         PrepareError: if the output is unknown or not computed by such a layer.
     """
-    if classes < 1:
-        raise PrepareError(f"classes must be at least 1: {classes}")
+    if (classes is None) == (add_classes is None):
+        raise PrepareError("replace_head needs either classes= or add_classes=")
+    count = add_classes if classes is None else classes
+    assert count is not None
+    if count < 1:
+        name = "classes" if add_classes is None else "add_classes"
+        raise PrepareError(f"{name} must be at least 1: {count}")
     work = load(model)
     graph = work.graph
     outputs = {y.name or "": y for y in graph.outputs}
@@ -71,18 +83,29 @@ def replace_head(
     rng = np.random.default_rng(seed)
     layer = _last_layer(outputs[output])
     shape = list(_shape(layer.weight))
-    old, shape[layer.axis] = shape[layer.axis], classes
-    fan_in = math.prod(shape) // classes
-    _set(layer.weight, _uniform(shape, fan_in, rng))
+    old = shape[layer.axis]
+    fan_in = math.prod(shape) // old
+    new = count if add_classes is None else old + count
+
+    def resize(x: ir.Value, axis: int) -> None:
+        shape = list(_shape(x))
+        if shape[axis] != old and add_classes is not None:  # a bias that all classes share
+            return
+        shape[axis] = count if shape[axis] == old else shape[axis]
+        array = _uniform(shape, fan_in, rng)
+        if add_classes is not None:
+            assert x.const_value is not None
+            array = np.concatenate([x.const_value.numpy(), array], axis)
+        _set(x, array)
+
+    resize(layer.weight, layer.axis)
     if layer.bias is not None:
-        shape = list(_shape(layer.bias))
-        shape[-1] = classes if shape[-1] == old else shape[-1]
-        _set(layer.bias, _uniform(shape, fan_in, rng))
+        resize(layer.bias, -1)
     for value in layer.between:
         if value.shape is not None:
             axis = 1 if layer.node.op_type == "Conv" or len(value.shape) < 2 else -1
             dims = list(value.shape)
-            dims[axis] = classes if dims[axis] == old else dims[axis]
+            dims[axis] = new if dims[axis] == old else dims[axis]
             value.shape = ir.Shape(dims)
     reinitialize_weights(graph, reinitialize, rng)
     return ir.to_proto(work)
