@@ -25,6 +25,7 @@ SECTIONS = {
     ],
     "Reference": [
         *("generated/api/index", "generated/command-line", "artifacts", "ops", "fused-operators"),
+        "differentiability",
         *("generated/profiles", "zoo", "wild", "programs-of-other-projects"),
     ],
     "Internals": [
@@ -36,7 +37,7 @@ SECTIONS = {
             "benchmarks-web",
             "benchmarks-finetune",
         ),
-        *("contributing", "changelog"),
+        *("contributing", "changelog", "proposals/training-artifacts"),
     ],
     "Gallery": ["gallery/digits", "gallery/gradients", "gallery/learning-rate", "gallery/pages"],
 }

@@ -35,6 +35,8 @@ class Verdict:
     left_out: dict[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
+    measured: dict[str, bool] = field(default_factory=dict)
+    """For each input of the operator with a stable difference: whether it is not zero."""
 
 
 class _TooLongError(BaseException):
@@ -72,6 +74,26 @@ def check(case: Case) -> Verdict:
         truth = differences(case)
     except UnstableError as error:
         return Verdict(case.name, case.op, SKIPPED, str(error))
+    return replace(_judge(case, truth), measured=_measured(case, truth))
+
+
+def _measured(case: Case, truth: Differences) -> dict[str, bool]:
+    """Whether the outputs move with each formal input of the case's only node."""
+    nodes = case.proto().graph.node
+    if len(nodes) != 1 or case.is_twin:
+        return {}
+    version = next(o.version for o in case.proto().opset_import if o.domain == nodes[0].domain)
+    formals = onnx.defs.get_schema(nodes[0].op_type, version, nodes[0].domain).inputs
+    last = len(formals) - 1
+    names = {x: formals[min(i, last)].name for i, x in enumerate(nodes[0].input) if x}
+    moved: dict[str, bool] = {}
+    for x, derivative in truth.derivatives.items():
+        nonzero = abs(derivative.value) > derivative.tolerance * derivative.size + 1e-9
+        moved[names[x]] = moved.get(names[x], False) or nonzero
+    return moved
+
+
+def _judge(case: Case, truth: Differences) -> Verdict:
     runs, why = _forward(case)
     deviates = runs is not None and not agrees(case, runs)
     verdict = _attempt(case, case.proto(), truth, in_double=not deviates)

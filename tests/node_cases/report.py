@@ -1,5 +1,6 @@
 """The table of docs/ops.md."""
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 import onnx
 import onnxruntime
 
+from onnxtrain.autodiff.audit import EVIDENCE, audit, to_markdown
 from onnxtrain.autodiff.explain import operators
 from tests.node_cases.cases import base_name
 from tests.node_cases.check import ERROR, FAILED, PASSED, REFUSED, SKIPPED, Verdict
@@ -16,6 +18,7 @@ from tests.node_cases.check import ERROR, FAILED, PASSED, REFUSED, SKIPPED, Verd
 PATH = Path(__file__).parents[2] / "docs" / "ops.md"
 README = Path(__file__).parents[2] / "README.md"
 _OUTCOMES = (PASSED, FAILED, REFUSED, ERROR, SKIPPED)
+AUDIT = Path(__file__).parents[2] / "docs" / "differentiability.md"
 _DOMAINS = ("ai.onnx", "ai.onnx.preview", "ai.onnx.preview.training")
 _INTRODUCTION = """# Gradients of ONNX's own node tests
 
@@ -70,7 +73,19 @@ def write(verdicts: Sequence[Verdict]) -> Path:
     PATH.parent.mkdir(exist_ok=True)
     PATH.write_text(text(verdicts), encoding="utf-8")
     README.write_text(readme(README.read_text(encoding="utf-8"), PATH.read_text()))
+    EVIDENCE.write_text(evidence(verdicts), encoding="utf-8")
+    AUDIT.write_text(to_markdown(audit()), encoding="utf-8")
     return PATH
+
+
+def evidence(verdicts: Sequence[Verdict]) -> str:
+    """How many cases move with each input of an operator, and how many do not, as JSON."""
+    found: dict[str, dict[str, list[int]]] = {}
+    for v in verdicts:
+        for name, nonzero in v.measured.items():
+            found.setdefault(v.op, {}).setdefault(name, [0, 0])[0 if nonzero else 1] += 1
+    lines = [f"  {json.dumps(op)}: {json.dumps(found[op], sort_keys=True)}" for op in sorted(found)]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 _START, _END = "<!-- counts, by `make ops` -->", "<!-- end of counts -->"

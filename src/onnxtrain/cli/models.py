@@ -18,6 +18,7 @@ from onnxtrain.artifacts.build import build as build_artifacts
 from onnxtrain.artifacts.build_options import BuildOptions
 from onnxtrain.artifacts.directory import check_replaceable
 from onnxtrain.artifacts.graphs import model_key
+from onnxtrain.autodiff.audit import audit as audit_tags
 from onnxtrain.autodiff.explain import explain as explain_model
 from onnxtrain.autodiff.explain import operators
 from onnxtrain.autodiff.gradients import expand_gradients, vjp
@@ -214,9 +215,20 @@ def ops(
     missing: Annotated[
         bool, Option("--missing", help="List only operators that are not supported.")
     ] = False,
+    audit: Annotated[
+        bool,
+        Option(
+            "--audit",
+            help="List the inputs whose differentiation tag in the ONNX specification is missing "
+            "or contradicts its node tests.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """List the operators of a domain and how each is differentiated."""
+    if audit:
+        _print_audit(as_json=as_json)
+        return
     listed = [o for o in operators(domain) if o.how == "missing" or not missing]
     if as_json:
         typer.echo(
@@ -231,6 +243,17 @@ def ops(
     table = Table("operator", "since", "how", "why")
     for o in listed:
         table.add_row(o.name, str(o.since), o.how, o.why)
+    Console().print(table)
+
+
+def _print_audit(*, as_json: bool) -> None:
+    findings = audit_tags()
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(f) for f in findings], indent=2))
+        return
+    table = Table("operator", "input", "tag", "proposed", "evidence")
+    for f in findings:
+        table.add_row(f.op, f"{f.index}: {f.name}", f.tag, f.proposed, f.evidence)
     Console().print(table)
 
 
