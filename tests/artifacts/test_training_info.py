@@ -80,11 +80,15 @@ def round_trip(artifacts: Artifacts, path: Path) -> Artifacts:
 
 
 def _plain(model: onnx.ModelProto) -> onnx.GraphProto:
-    """The graph without what the exporter wrote about its inputs."""
+    """The graph without the metadata of the exporter, tensors as raw bytes."""
     graph = onnx.GraphProto()
     graph.CopyFrom(model.graph)
+    del graph.metadata_props[:]
     for x in graph.input:
         del x.metadata_props[:]
+    for tensor in graph.initializer:
+        array = ir.from_proto(tensor).numpy()
+        tensor.CopyFrom(ir.to_proto(ir.tensor(array, ir.DataType(tensor.data_type), tensor.name)))
     return graph
 
 
