@@ -58,7 +58,8 @@ def free_batch_axes(
     for position, size in dims.items():
         x, axis = _input_axis(graph, position)
         fixed = None if x is None else (S.dims_of(x) or ())[axis]
-        if not isinstance(fixed, int) or (isinstance(size, int) and size == fixed):
+        kept = isinstance(size, int) and (size == fixed or axis)  # only batches change their size
+        if not isinstance(fixed, int) or kept:
             if isinstance(size, str):
                 raise PrepareError(_not_fixed(graph, position, size))
             sizes[position] = size

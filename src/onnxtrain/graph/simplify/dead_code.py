@@ -7,7 +7,7 @@ inputs and outputs of the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import onnx
 import onnx_ir as ir
@@ -52,11 +52,8 @@ def remove_dead(model: ir.Model) -> None:
     _remove_dead(graph, graph.opset_imports.get(""))
     for function in model.functions.values():
         _remove_dead(function, function.opset_imports.get(""))
-    unused = [
-        name
-        for name, x in graph.initializers.items()
-        if not (x.uses() or x.is_graph_output() or x.is_graph_input())
-    ]
+    read = {*graph.outputs, *graph.inputs}
+    unused = [n for n, x in graph.initializers.items() if not x.uses() and x not in read]
     for name in unused:
         del graph.initializers[name]
 
@@ -71,11 +68,13 @@ def remove_dead_nodes(graph: ir.Graph) -> None:
 
 def _remove_dead(graph: ir.Graph | ir.Function, opset: int | None, *, live: bool = True) -> None:
     """Remove dead nodes; with ``live``, also what is unused within the other nodes."""
+    # Not `is_graph_output`: it stays true after `del graph.outputs[...]`.
+    outputs = frozenset(graph.outputs)
     dead = []
     for node in reversed(graph):
-        if any(y.uses() or y.is_graph_output() for y in node.outputs):
+        if any(y.uses() or y in outputs for y in node.outputs):
             if live:
-                _remove_unused_within(node, opset)
+                _remove_unused_within(node, opset, outputs)
             continue
         dead.append(node)
         _detach(node)
@@ -85,7 +84,7 @@ def _remove_dead(graph: ir.Graph | ir.Function, opset: int | None, *, live: bool
     graph.remove(dead)
 
 
-def _remove_unused_within(node: ir.Node, opset: int | None) -> None:
+def _remove_unused_within(node: ir.Node, opset: int | None, outputs: Collection[ir.Value]) -> None:
     """Remove dead nodes of bodies, unused optional outputs, and trailing inputs without a value."""
     for body in subgraphs_of(node):
         _remove_dead(body, opset)
@@ -97,7 +96,7 @@ def _remove_unused_within(node: ir.Node, opset: int | None) -> None:
     if schema is None or _trains(node, schema):
         return
     for y, formal in zip(node.outputs, schema.outputs, strict=False):
-        if formal.option == _OPTIONAL and not (y.uses() or y.is_graph_output()):
+        if formal.option == _OPTIONAL and not (y.uses() or y in outputs):
             y.name = ""
     if any(formal.option == _OPTIONAL for formal in schema.outputs):
         present = [i for i, y in enumerate(node.outputs, 1) if y.name]
