@@ -10,7 +10,8 @@ from onnxtrain.graph.simplify import remove_dead
 NET = """
 <ir_version: 8, opset_import: ["" : {opset}]>
 net (float[n, 3] x, float[n, 3] cotangent) => (float[n, 3] y, float[n, 3] z)
-<float[3] s = {{1, 2, 3}}, float[3] b = {{0, 0, 0}}, float[3] m = {{0, 0, 0}}, float[3] v = {{1, 1, 1}}>
+<float[3] s = {{1, 2, 3}}, float[3] b = {{0, 0, 0}},
+ float[3] m = {{0, 0, 0}}, float[3] v = {{1, 1, 1}}>
 {{
   {norm}
   z = Add(cotangent, s)

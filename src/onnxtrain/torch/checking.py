@@ -28,7 +28,7 @@ from onnxtrain.graph.nodes import nodes
 from onnxtrain.modes import to_evaluation
 from onnxtrain.runtime import session as runtime
 from onnxtrain.torch.exporters import Axes, ExportError
-from onnxtrain.torch.repairs import BATCH_NORMS
+from onnxtrain.torch.repairs import BATCH_NORMS, embedding_options
 
 _TOLERANCE = 1e-3
 """Largest difference from torch that counts as rounding, relative to the largest output."""
@@ -106,6 +106,7 @@ def _compare_with_torch(
     # preceding Conv even in training mode. They are copied: onnxruntime updates the running
     # statistics in place.
     work = model.clone()
+    random = random_nodes_to_inputs(work)
     weights = [x for x in work.graph.initializers.values() if S.is_float(x)]
     values = {x.name or "": x.const_value.numpy() for x in weights if x.const_value is not None}
     lift(work.graph, weights)
@@ -113,9 +114,10 @@ def _compare_with_torch(
     known = {i.name for i in session.get_inputs()}
     batches = {mode: inputs} | {f"{mode}, another {n}": batch for n, batch in longer.items()}
     for label, batch in batches.items():
-        with torch.no_grad(), restore_statistics(module):
+        with torch.no_grad(), restore_statistics(module), RandomCalls() as calls:
             expected = flatten_tensors(module(*detached_copy(batch)))
         feeds = {n: np.array(v) for n, v in values.items() if n in known}
+        feeds |= calls.feeds(random)
         feeds |= {
             n: x.detach().cpu().numpy()
             for n, x in zip(names, batch, strict=True)
@@ -270,7 +272,8 @@ def _check_gradients(
     names: Sequence[str],
     initializer_of: dict[str, str],
 ) -> None:
-    expected, cotangents, reasons = _torch_gradients(module, inputs, names, initializer_of)
+    random = RandomCalls()
+    expected, cotangents, reasons = _torch_gradients(module, inputs, names, initializer_of, random)
     if not expected:
         return
     feeds = {
@@ -278,6 +281,7 @@ def _check_gradients(
         for n, x in zip(names, inputs, strict=True)
         if isinstance(x, torch.Tensor)
     }
+    feeds |= random.feeds(random_nodes_to_inputs(model))
     try:
         _compare_gradients(model, feeds, expected, cotangents, reasons)
     except UndifferentiableError:
@@ -285,7 +289,11 @@ def _check_gradients(
 
 
 def _torch_gradients(
-    module: nn.Module, inputs: Sequence[Any], names: Sequence[str], initializer_of: dict[str, str]
+    module: nn.Module,
+    inputs: Sequence[Any],
+    names: Sequence[str],
+    initializer_of: dict[str, str],
+    random: RandomCalls,
 ) -> tuple[dict[str, np.ndarray], list[np.ndarray], set[str]]:
     """Return torch's gradients, the cotangents used, and the calls that stop or replace gradients.
 
@@ -294,7 +302,7 @@ def _torch_gradients(
     """
     generator = np.random.default_rng(0)
     leaves = detached_copy(inputs)
-    with torch.enable_grad(), _DetachRecorder() as recorder:
+    with torch.enable_grad(), random, _DetachRecorder() as recorder:
         outputs = [y for y in flatten_tensors(module(*leaves)) if y.is_floating_point()]
     cotangents = [
         generator.standard_normal(tuple(y.shape)).astype(_numpy_dtype(y)) for y in outputs
@@ -354,6 +362,83 @@ def _compare_gradients(
             )
 
 
+_NORMAL = ("RandomNormal", "RandomNormalLike")
+_UNIFORM = ("RandomUniform", "RandomUniformLike")
+_RANDOM: dict[Any, tuple[str, ...]] = {
+    torch.randn: _NORMAL,
+    torch.randn_like: _NORMAL,
+    torch.normal: _NORMAL,
+    torch.rand: _UNIFORM,
+    torch.rand_like: _UNIFORM,
+    torch.bernoulli: ("Bernoulli",),
+}
+"""Functions that draw random numbers, with the operators that they are exported to."""
+_OTHER_RANDOM = {
+    *(torch.randint, torch.randint_like, torch.multinomial, torch.randperm, torch.poisson),
+    *(torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.bernoulli_),
+    *(torch.Tensor.exponential_, torch.Tensor.random_, torch.Tensor.bernoulli),
+}
+
+
+class RandomCalls(TorchFunctionMode):
+    """Record the random numbers of a forward pass, for a comparison with a model that reads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._drawn: list[tuple[str, tuple[str, ...], torch.Tensor]] = []
+        self._others: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        y = func(*args, **kwargs)
+        if func in _RANDOM:
+            noise = y
+            if func is torch.normal:  # exported as mean + std * noise
+                mean, std = (*args, *kwargs.values())[:2]
+                noise = (y - mean) / std
+            self._drawn.append((func.__name__, _RANDOM[func], noise.detach().clone()))
+        elif func in _OTHER_RANDOM:
+            self._others.append(func.__name__)
+        return y
+
+    def feeds(self, nodes: Mapping[str, str]) -> dict[str, np.ndarray]:
+        """Return the numbers for the inputs of a model.
+
+        Args:
+            nodes: operator of each input that replaces a random node, in order.
+
+        Raises:
+            ExportError: the model does not draw what the module draws.
+        """
+        operators = [operators for _, operators, _ in self._drawn]
+        same = len(nodes) == len(operators) and all(
+            op in known for op, known in zip(nodes.values(), operators, strict=True)
+        )
+        if self._others or not same:
+            names = dict.fromkeys([*self._others, *(name for name, _, _ in self._drawn)])
+            if not names:
+                return {}
+            raise ExportError(
+                f"the module draws random numbers ({', '.join(names)}) that the exported model does "
+                "not\nhint: draw them outside, and pass them to forward as an input"
+            )
+        return {x: noise.cpu().numpy() for x, (_, _, noise) in zip(nodes, self._drawn, strict=True)}
+
+
+def random_nodes_to_inputs(model: ir.Model) -> dict[str, str]:
+    """Replace random nodes by inputs, in place; return the operator of each input, in order."""
+    operators = {op for known in _RANDOM.values() for op in known}
+    inputs: dict[str, str] = {}
+    for i, node in enumerate(nodes(model.graph, *sorted(operators))):
+        y = node.outputs[0]
+        x = ir.Value(name=f"random.{i}", type=y.type, shape=y.shape)
+        model.graph.inputs.append(x)
+        y.replace_all_uses_with(x, replace_graph_outputs=True)
+        inputs[x.name or ""] = node.op_type
+        model.graph.remove(node, safe=True)
+    return inputs
+
+
 class _DetachRecorder(TorchFunctionMode):
     """Record calls that detach tensors from the autograd graph."""
 
@@ -364,6 +449,8 @@ class _DetachRecorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _DETACH_FUNCTIONS:
             self.reasons.add("detach")
+        elif embedding_options(func, args, kwargs or {}).get("padding_idx") is not None:
+            self.reasons.add("padding_idx")
         elif func is torch._C._set_grad_enabled and args and not args[0]:
             self.reasons.add("no_grad")
         return func(*args, **(kwargs or {}))

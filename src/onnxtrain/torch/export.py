@@ -38,6 +38,8 @@ from onnxtrain.torch.checking import (
 )
 from onnxtrain.torch.exporters import Axes, ExportError
 from onnxtrain.torch.repairs import (
+    EmbeddingCalls,
+    block_padding_gradients,
     buffers_to_constants,
     fix_masked_rows,
     restore_buffers,
@@ -185,6 +187,7 @@ def export_module(
     with _restore_modes(module), torch.random.fork_rng(devices=[]):
         if train is not None:
             module.train(train)
+        paddings = _embedding_paddings(module, inputs, label)
         longer, fixed = longer_inputs(module, inputs, axes, train)
         if fixed:
             axes = [{axis: n for axis, n in a.items() if n not in fixed} for a in axes]
@@ -192,7 +195,7 @@ def export_module(
             logger.warning("%s has fixed sizes, it does not run with others: %s", label, reasons)
         for name, exporter in (("dynamo", exporters.dynamo), ("legacy", exporters.legacy)):
             try:
-                model, repairs = _try_export(exporter, module, inputs, names, axes, train)
+                model, repairs = _try_export(exporter, module, inputs, names, axes, train, paddings)
                 initializer_of = _parameter_names(module, model, inputs)
                 check(module, model, inputs, names, longer, train, initializer_of)
             except ExportError as error:
@@ -219,6 +222,7 @@ def _try_export(
     names: Sequence[str],
     axes: Axes,
     train: bool | None,
+    paddings: Mapping[str, Sequence[int]],
 ) -> tuple[ir.Model, list[str]]:
     if train is not None:
         module.train(train)
@@ -228,10 +232,44 @@ def _try_export(
     restore_buffers(module, model)
     masks = fix_masked_rows(model)
     repairs = [f"fully masked attention rows set to zero: {masks} mask(s)"] if masks else []
+    padded = block_padding_gradients(model, paddings)
+    if padded:
+        repairs.append(f"rows of padding_idx get no gradient: {padded} embedding(s)")
     if any(submodule.training for submodule in module.modules()):
         return model, [*repairs, *set_training_mode(module, model)]
     to_evaluation(model)
     return model, repairs
+
+
+def _embedding_paddings(
+    module: nn.Module, inputs: Sequence[Any], label: str
+) -> dict[str, list[int]]:
+    """Return the ``padding_idx`` of each embedding call, by the parameter that it looks up.
+
+    Raises:
+        ExportError: an embedding changes its table or scales its gradient by counts.
+    """
+    # max_norm changes tables in the forward pass.
+    saved = {n: p.detach().clone() for n, p in module.named_parameters() if _is_renormed(module, n)}
+    with torch.no_grad(), restore_statistics(module), EmbeddingCalls() as calls:
+        module(*detached_copy(inputs))
+    with torch.no_grad():
+        for name, value in saved.items():
+            module.get_parameter(name).copy_(value)
+    if calls.unsupported:
+        raise ExportError(
+            f"cannot export {label}: an embedding uses {' and '.join(sorted(calls.unsupported))}, "
+            "which ONNX cannot express\nhint: create the embedding without it"
+        )
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {n: found for key, found in calls.paddings.items() for n in names.get(key, ())}
+
+
+def _is_renormed(module: nn.Module, name: str) -> bool:
+    owner = module.get_submodule(name.rpartition(".")[0])
+    return getattr(owner, "max_norm", None) is not None
 
 
 def _parameter_names(module: nn.Module, model: ir.Model, inputs: Sequence[Any]) -> dict[str, str]:

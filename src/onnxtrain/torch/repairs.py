@@ -3,14 +3,20 @@
 ``set_training_mode`` puts BatchNormalization and Dropout back into training mode.
 ``restore_buffers`` undoes the exporter's own update of running statistics.
 ``buffers_to_constants`` separates buffers from parameters. ``fix_masked_rows`` makes fully masked
-attention rows zero, as in torch.
+attention rows zero, as in torch. ``block_padding_gradients`` gives the rows of ``padding_idx`` no
+gradient; options of embeddings that ONNX cannot express are an error.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
+import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
@@ -122,6 +128,102 @@ def fix_masked_rows(model: ir.Model) -> int:
             node.replace_input_with(2, op.const(-np.inf, low.dtype))
             replaced += 1
     return replaced
+
+
+_F = nn.functional
+_EMBEDDINGS: dict[Any, tuple[str, ...]] = {
+    _F.embedding: (
+        *("indices", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq"),
+        "sparse",
+    ),
+    torch.embedding: ("weight", "indices", "padding_idx", "scale_grad_by_freq", "sparse"),
+    _F.embedding_bag: (
+        *("indices", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq"),
+    ),
+}
+"""Functions that look up rows of a table, with the names of their arguments."""
+
+
+def embedding_options(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call that looks up rows of a table; empty for other calls."""
+    names = _EMBEDDINGS.get(func)
+    if names is None:
+        return {}
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    padding = given.get("padding_idx")
+    if padding is not None and padding < 0 and func is _F.embedding:
+        given["padding_idx"] = padding + len(given["weight"])
+    return given
+
+
+class EmbeddingCalls(TorchFunctionMode):
+    """Record how a module looks up rows of tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paddings: dict[int, list[int]] = {}
+        """``padding_idx`` of each call, -1 for none, by the id of the table."""
+        self.unsupported: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = embedding_options(func, args, kwargs)
+        if given and func is not _F.embedding_bag:
+            padding = given.get("padding_idx")
+            padding = -1 if padding is None else int(padding)
+            self.paddings.setdefault(id(given["weight"]), []).append(padding)
+        self.unsupported.update(n for n in ("max_norm", "scale_grad_by_freq") if given.get(n))
+        return func(*args, **kwargs)
+
+
+def block_padding_gradients(model: ir.Model, paddings: Mapping[str, Sequence[int]]) -> int:
+    """Stop the gradient of the rows that ``padding_idx`` selects; return how many lookups changed.
+
+        before:  Gather(table, ids) -> y
+        after:   Where(ids == padding_idx, stop_gradient(y), y)
+
+    Args:
+        model: the exported model.
+        paddings: ``padding_idx`` of each call by the initializer of its table, -1 for none.
+
+    Raises:
+        ValueError: some lookups of a table have a ``padding_idx``, others have not.
+    """
+    op, changed = OpBuilder(model.graph, "padding/"), 0
+    for name, indices in paddings.items():
+        table = model.graph.initializers.get(name)
+        if table is None or set(indices) == {-1}:
+            continue
+        lookups = [use.node for use in table.uses() if is_op(use.node, "Gather")]
+        (index, *others) = set(indices)
+        if (
+            others
+            or len(lookups) > len(indices)
+            or any(n.graph is not model.graph for n in lookups)
+        ):
+            raise ValueError(
+                f"{name!r} is looked up with padding_idx and without it, or with several"
+            )
+        for node in lookups:
+            y, ids = node.outputs[0], node.inputs[1]
+            readers, outputs = list(y.uses()), y.is_graph_output()
+            assert ids is not None
+            after = OpBuilder(model.graph, parent=op, before=_next(node))
+            chosen = after.Unsqueeze(after.Equal(ids, after.const(index, ids.dtype)), [-1])
+            result = after.Where(chosen, after.stop_gradient(y), y)
+            for use in readers:
+                use.node.replace_input_with(use.idx, result)
+            if outputs:
+                result.name, y.name = y.name, op.names.fresh("padding/rows")
+                model.graph.outputs[:] = [result if x is y else x for x in model.graph.outputs]
+            changed += 1
+    return changed
+
+
+def _next(node: ir.Node) -> ir.Node | None:
+    nodes_after = list(node.graph or ())
+    at = nodes_after.index(node) + 1
+    return nodes_after[at] if at < len(nodes_after) else None
 
 
 def _is_guarded(add: ir.Node) -> bool:
