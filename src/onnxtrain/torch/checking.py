@@ -381,7 +381,7 @@ _OTHER_RANDOM = {
 
 
 class RandomCalls(TorchFunctionMode):
-    """Record the random numbers of a forward pass, for a comparison with a model that reads them."""
+    """Record the random numbers of a forward pass, to give a model the same ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -419,8 +419,8 @@ class RandomCalls(TorchFunctionMode):
             if not names:
                 return {}
             raise ExportError(
-                f"the module draws random numbers ({', '.join(names)}) that the exported model does "
-                "not\nhint: draw them outside, and pass them to forward as an input"
+                f"the module draws random numbers ({', '.join(names)}) that the exported model "
+                "does not\nhint: draw them outside, and pass them to forward as an input"
             )
         return {x: noise.cpu().numpy() for x, (_, _, noise) in zip(nodes, self._drawn, strict=True)}
 
