@@ -347,6 +347,28 @@ def test_labels_that_are_not_class_indices(trainer: Trainer) -> None:
     assert fit(trainer, np.delete(X, 3, 0), np.delete(labels, 3)).losses == expected
 
 
+def embedding() -> Any:
+    op = graph()
+    ids = op.input("ids", ir.DataType.INT64, ["batch", 4])
+    table = weight(op, "table", np.random.default_rng(0).standard_normal((10, 3)).astype("f"))
+    return finished(op, y=op.ReduceMean(op.Gather(table, ids), [1], keepdims=0))
+
+
+def test_an_index_that_an_embedding_does_not_have() -> None:
+    ids = np.arange(64 * 4).reshape(64, 4) % 10
+    ids[5, 2] = 30
+    trainer = Trainer(build(embedding()))
+    message = r"'ids' has 30 in row 5\b.*; 'table' has 10 rows: 0 to 9"
+    hint = hint_of(message, lambda: fit(trainer, ids, Y, batch_size=64))
+    assert trainer.global_step == 0
+    hint_of(message, lambda: trainer.evaluate(ids, Y))
+    hint_of(message, lambda: trainer.predict(ids))
+    followed = eval(re.findall(r"np\.minimum\(.*?\)", hint)[0], {"np": np, "ids": ids})
+    assert fit(trainer, followed, Y).losses
+    hint = hint_of("'ids' has 10 in row", lambda: fit(trainer, ids % 10 + 1, Y))
+    assert hint == "indices count from 0; subtract 1"
+
+
 def test_one_hot_labels(trainer: Trainer, artifacts: onnxtrain.Artifacts) -> None:
     assert fit(trainer, X, np.eye(3)[Y]).losses == fit(Trainer(artifacts), X, Y).losses
 

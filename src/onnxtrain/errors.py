@@ -35,7 +35,7 @@ class ShapeError(OnnxTrainError, ValueError):
 
 
 class LabelError(ShapeError):
-    """A label is not a class of the model."""
+    """A label is not a class of the model, or an index is not in its embedding table."""
 
 
 class UndifferentiableError(OnnxTrainError, NotImplementedError):

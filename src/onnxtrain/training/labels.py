@@ -1,7 +1,7 @@
-"""Labels that are not classes of the model: an error that names the row.
+"""Labels and indices that are out of range: an error that names the row.
 
-:func:`explain_label_error` runs when a batch fails: it reads the number of classes from the graph
-and finds the first label outside of it.
+:func:`explain_label_error` runs when a batch fails: it reads the number of classes of the loss, or
+of rows of an embedding table, from the graph, and finds the first label or index outside of it.
 """
 
 from __future__ import annotations
@@ -49,19 +49,21 @@ def explain_label_error(
     feeds: Mapping[str, np.ndarray],
     batch: Batch | None = None,
 ) -> OnnxTrainError:
-    """Return an error that names the wrong label of a batch, if one is the cause.
+    """Return an error that names the wrong label or index of a batch, if one is the cause.
 
     Args:
         trainer: ran the batch.
-        error: onnxruntime's error, which is returned if the labels are fine.
+        error: onnxruntime's error, which is returned if all are in range.
         feeds: the arrays of the batch.
         batch: knows where its rows come from.
     """
     if trainer.manifest.model("eval") is None:
         return error
-    targets = {t.name: feeds[t.name] for t in trainer.batch_specs if t.role == "target"}
-    model = runtime.load_graph(trainer.artifacts.source("eval"))
-    problem = label_problem(model, targets, batch or Batch({}))
+    model, batch = runtime.load_graph(trainer.artifacts.source("eval")), batch or Batch({})
+    given = [t for t in trainer.batch_specs if t.name in feeds]
+    targets = {t.name: feeds[t.name] for t in given if t.role == "target"}
+    inputs = {t.name: feeds[t.name] for t in given if t.role == "input"}
+    problem = label_problem(model, targets, batch) or _index_problem(model, inputs, batch)
     return error if problem is None else LabelError(problem)
 
 
@@ -94,6 +96,46 @@ def label_problem(
                 f"hint: {_label_hint(labels, known)}"
             )
     return None
+
+
+def _index_problem(
+    model: onnx.ModelProto, inputs: Mapping[str, np.ndarray], batch: Batch
+) -> str | None:
+    """Return the message for the first index of an input that its table does not have."""
+    for name, indices in inputs.items():
+        if indices.dtype.kind not in "iu" or not indices.ndim:
+            continue
+        for table, size in _tables(model.graph, name):
+            bad = (indices < -size) | (indices >= size)
+            if not bad.any():
+                continue
+            index = tuple(int(i) for i in np.argwhere(bad)[0])
+            many = f" (and {int(bad.sum()) - 1} more of the batch)" if bad.sum() > 1 else ""
+            hint = (
+                f"map other values into this range, such as np.minimum({name}, {size - 1}), or "
+                "export the model with a larger table"
+            )
+            if indices.max() == size and indices.min() >= 1:
+                hint = "indices count from 0; subtract 1"
+            return (
+                f"{name!r} has {int(indices[index])} in {batch.places(index[:1])}{many}; "
+                f"{table!r} has {size} rows: 0 to {size - 1}\nhint: {hint}"
+            )
+    return None
+
+
+def _tables(graph: onnx.GraphProto, name: str) -> Iterator[tuple[str, int]]:
+    """Return the tables that an input indexes, with their numbers of rows."""
+    names, constants = {name}, {t.name: t for t in graph.initializer}
+    for node in graph.node:
+        if node.input[:1] and node.input[0] in names and node.op_type in _PASS_THROUGH:
+            names.update(node.output)
+        elif node.op_type == "Gather" and node.input[1] in names:
+            axis, table = next((a.i for a in node.attribute if a.name == "axis"), 0), node.input[0]
+            constant = constants.get(table)
+            size = constant.dims[axis] if constant else _static_size(graph, table, axis)
+            if size is not None:
+                yield table, size
 
 
 def _label_hint(labels: np.ndarray, known: LabelClasses) -> str:

@@ -715,7 +715,10 @@ class Trainer(SummaryRepr):
             named, _ = arrays_of(columns, specs, {}, others=targets)
             positional, inputs = (), {**named, **inputs}
         feeds = feed(specs, positional, inputs)
-        return self._predictor.run(feeds, self._engine.view)
+        try:
+            return self._predictor.run(feeds, self._engine.view)
+        except OnnxTrainError as error:
+            raise explain_label_error(self, error, feeds) from error
 
     @property
     def parameters(self) -> Parameters:
