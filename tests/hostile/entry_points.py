@@ -144,7 +144,7 @@ def _feeds(model: onnx.ModelProto) -> dict[str, np.ndarray]:
 _FILES: dict[Path, tuple[onnxtrain.Trainer, bytes, Path]] = {}
 
 
-def _files(traps: Traps) -> tuple[onnxtrain.Trainer, bytes, Path]:
+def trained(traps: Traps) -> tuple[onnxtrain.Trainer, bytes, Path]:
     """Return a trainer, the bytes of its checkpoint and its directory, cached."""
     if traps.inside not in _FILES:
         loss = [onnxtrain.losses.LossTerm("cross_entropy", output="scores")]
@@ -164,7 +164,7 @@ def _batch() -> dict[str, np.ndarray]:
 
 
 def _checkpoint_steps(seed: int, traps: Traps) -> Iterator[Step]:
-    trainer, data, _ = _files(traps)
+    trainer, data, _ = trained(traps)
     path = traps.inside / "damaged.safetensors"
     path.write_bytes(damaged_checkpoint(seed, data))
 
@@ -186,7 +186,7 @@ def _checkpoint_steps(seed: int, traps: Traps) -> Iterator[Step]:
 
 
 def _directory_steps(seed: int, traps: Traps) -> Iterator[Step]:
-    _, _, directory = _files(traps)
+    _, _, directory = trained(traps)
     folder = traps.inside / "damaged"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(directory, folder)

@@ -13,7 +13,7 @@ from typing import Any
 from tests.hostile.traps import Traps
 
 CHECKPOINT, DIRECTORY = 19, 18  # seed % 20 of these cases
-_VALUES: tuple[Any, ...] = (
+VALUES: tuple[Any, ...] = (
     *(None, True, -1, 0, 1, 3, 1.5, -0.5, 1e300, 2**31, 2**63, 10**40, "", "x", "abc", "NaN"),
     *("..", "../outside/secret.bin", "a\0b", "toString", [], {}, [1], [[]], [2**62, 2], {"x": 1}),
     *(float("nan"), float("inf"), [1] * 65, [0, 2**63 - 1]),
@@ -29,7 +29,7 @@ def damaged_checkpoint(seed: int, data: bytes) -> bytes:
     header, rest = json.loads(data[8 : 8 + size]), data[8 + size :]
     meta = json.loads(header["__metadata__"]["onnxtrain"])
     for _ in range(rng.choice((1, 1, 2))):
-        _change(rng, meta if rng.random() < 0.6 else header)
+        change(rng, meta if rng.random() < 0.6 else header)
     if rng.random() < 0.1:
         rest = rest[: rng.randrange(len(rest))]
     if isinstance(meta, dict):
@@ -54,28 +54,29 @@ def damage_directory(seed: int, folder: Path, traps: Traps) -> bool:
     victim = rng.choice(sorted(p for p in folder.iterdir() if p.name != "manifest.json"))
     match rng.randrange(8):
         case 0:
-            _replace_file(rng, rng.choice([victim, path]), traps)
+            replace_file(rng, rng.choice([victim, path]), traps, hard=True)
             return True
         case 1:
-            data = bytearray(victim.read_bytes())
-            for _ in range(rng.choice((1, 3))):
-                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-            victim.write_bytes(data[: rng.choice((len(data), rng.randrange(len(data))))])
+            damage_bytes(rng, victim)
             _sign(manifest, victim)
         case _:
             for _ in range(rng.choice((1, 1, 2))):
-                _change(rng, manifest)
+                change(rng, manifest)
     path.write_text(json.dumps(manifest), "utf-8")
     return False
 
 
-def _replace_file(rng: random.Random, path: Path, traps: Traps) -> None:
-    path.unlink()
+def replace_file(rng: random.Random, path: Path, traps: Traps, *, hard: bool = False) -> None:
+    """Replace a file by a link, a pipe, a folder or an empty file.
+
+    Only ``hard`` makes hard links, which are files with two names and look like any other.
+    """
+    path.unlink(missing_ok=True)
     secret = traps.outside / "secret.bin"
     match rng.randrange(6):
         case 0:
             path.symlink_to(secret)
-        case 1:
+        case 1 if hard:
             os.link(secret, path)
         case 2:
             os.mkfifo(path)
@@ -85,6 +86,14 @@ def _replace_file(rng: random.Random, path: Path, traps: Traps) -> None:
             path.mkdir()
         case _:
             path.write_bytes(b"")
+
+
+def damage_bytes(rng: random.Random, path: Path) -> None:
+    """Flip some bits of a file, and cut it off perhaps."""
+    data = bytearray(path.read_bytes()) or bytearray(1)
+    for _ in range(rng.choice((1, 3))):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data[: rng.choice((len(data), rng.randrange(len(data))))])
 
 
 def _sign(manifest: Any, file: Path) -> None:
@@ -104,7 +113,8 @@ def _places(value: Any) -> Iterator[_Place]:
             yield from _places(part)
 
 
-def _change(rng: random.Random, tree: Any) -> None:
+def change(rng: random.Random, tree: Any) -> None:
+    """Remove, copy, rename or replace a part of a JSON tree."""
     places = list(_places(tree))
     if not places:
         return
@@ -118,7 +128,16 @@ def _change(rng: random.Random, tree: Any) -> None:
         case 2 if isinstance(parent, dict):
             parent[rng.choice(("x", "__proto__", str(key) + "2"))] = parent.pop(key)
         case _:
-            parent[key] = rng.choice(_VALUES)
+            parent[key] = rng.choice(VALUES)
 
 
-__all__ = ["CHECKPOINT", "DIRECTORY", "damage_directory", "damaged_checkpoint"]
+__all__ = [
+    "CHECKPOINT",
+    "DIRECTORY",
+    "VALUES",
+    "change",
+    "damage_bytes",
+    "damage_directory",
+    "damaged_checkpoint",
+    "replace_file",
+]

@@ -38,7 +38,11 @@ class Kind:
 
 
 KINDS = {
-    "model": Kind("tests.hostile.entry_points", 60),
+    "model": Kind("tests.hostile.entry_points", 35),
+    "data": Kind("tests.hostile.data_cases", 25),
+    "folder": Kind("tests.hostile.folder_cases", 15),
+    "adapter": Kind("tests.hostile.adapter_cases", 15),
+    "reply": Kind("tests.hostile.reply_cases", 10, flower=True),
 }
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from tests.hostile.mutate import mutant
-from tests.hostile.run import Tally, run
+from tests.hostile.run import KINDS, Tally, mixed_cases, run
 from tests.hostile.traps import Traps
 
 FAILED_BEFORE = (
@@ -39,10 +40,34 @@ def test_cases_that_failed_before() -> None:
     assert not tally.bad, tally.report()
 
 
+@pytest.mark.parametrize(("kind", "count"), [("data", 40), ("adapter", 20), ("folder", 12)])
+def test_some_files_of_other_kinds(kind: str, count: int) -> None:
+    for module in ("tokenizers", "jinja2", "PIL"):
+        pytest.importorskip(module, reason="onnxtrain[text,images] is not installed")
+    tally = run(cases(kind, range(count)))
+    assert not tally.bad, tally.report()
+    assert tally.counts["accepted"] > 2
+    assert tally.counts["refused"] > 2
+
+
+@pytest.mark.full
+def test_some_replies_of_clients() -> None:
+    tally = run(cases("reply", range(100)))
+    assert not tally.bad, tally.report()
+
+
+def test_a_long_run_has_cases_of_every_kind() -> None:
+    shares = Counter(case.partition(":")[0] for case in mixed_cases(10_000, 0))
+    assert shares.keys() == KINDS.keys()
+    assert min(shares.values()) >= 500
+    assert abs(sum(shares.values()) - 10_000) < 5
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("first", range(1000, 6000, 500))
-def test_many_models(first: int) -> None:
-    tally = run(cases("model", range(first, first + 500)))
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_cases(kind: str, first: int) -> None:
+    tally = run(cases(kind, range(first, first + 500)))
     assert not tally.bad, tally.report()
 
 

@@ -99,3 +99,17 @@ def test_a_scalar_bool_input_is_verified():
     session = onnxruntime.InferenceSession(lowered.SerializeToString())
     x = np.array([-1, 2], np.float32)
     np.testing.assert_array_equal(session.run(None, {"flag": np.array(False), "x": x})[0], -x)
+
+
+@pytest.mark.parametrize("doublings", [25, 26])
+def test_symbolic_sizes_that_double_are_refused_before_they_run(doublings: int) -> None:
+    """A file of a kilobyte took 5.4 GB: its sizes are known once the inputs have one."""
+    body = " ".join(f"h{i + 1} = Concat<axis = 0>(h{i}, h{i})" for i in range(doublings))
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 17]> '
+        f"g (float[N] h0) => (float[M] h{doublings}) {{ {body} }}"
+    )
+    with pytest.raises(
+        VerificationError, match=r"too large to verify(.|\n)*elements, the limit is"
+    ):
+        onnxtrain.lower(model, opset=12)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import onnx
@@ -156,12 +156,24 @@ def _replace_by_initializer(graph: ir.Graph, node: ir.Node, array: np.ndarray) -
 
 
 _MAX_ELEMENTS = 1 << 27  # of one tensor
+_MAX_COMPARED = 1 << 26  # elements of an output, which is compared in float64
 _MAX_READS = 1 << 34  # elements read by the windows of one pooling node
 _MAX_STEPS = 1 << 18  # of a recurrent operator
 _MAX_ITERATIONS = 1 << 20  # steps of a loop times nodes of its body
 _ASSUMED_SIZE = 3  # of a symbolic dimension
 _POOLS = frozenset({"AveragePool", "LpPool", "MaxPool"})
 _RECURRENT = frozenset({"GRU", "LSTM", "RNN"})
+
+
+def with_assumed_sizes(model: onnx.ModelProto, sizes: Mapping[str, int]) -> onnx.ModelProto:
+    """Return a copy whose inputs have the sizes of a run, for shape inference to continue from."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    for x in copy.graph.input:
+        for d in x.type.tensor_type.shape.dim:
+            if not d.HasField("dim_value"):
+                d.dim_value = sizes.get(d.dim_param, _ASSUMED_SIZE)
+    return copy
 
 
 def check_run_budget(model: ir.Model) -> None:
@@ -186,8 +198,9 @@ def check_run_budget(model: ir.Model) -> None:
 def _excess(node: ir.Node) -> Iterator[str]:
     for y in node.outputs:
         elements = _elements(y)
-        if elements > _MAX_ELEMENTS:
-            yield f"{S.describe_value(y)} has {elements} elements, the limit is {_MAX_ELEMENTS}"
+        limit = _MAX_COMPARED if y.is_graph_output() else _MAX_ELEMENTS
+        if elements > limit:
+            yield f"{S.describe_value(y)} has {elements} elements, the limit is {limit}"
         elif node.op_type in _POOLS and "kernel_shape" in node.attributes:
             reads = elements * math.prod(node.attributes["kernel_shape"].as_ints())
             if reads > _MAX_READS:

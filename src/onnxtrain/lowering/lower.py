@@ -33,7 +33,12 @@ from onnxtrain.graph.shapes.unknown import specialize
 from onnxtrain.graph.simplify import remove_dead, simplify
 from onnxtrain.importer import prepare
 from onnxtrain.lowering import profile as profiles
-from onnxtrain.lowering.folding import check_run_budget, fold_constants, remove_inference_no_ops
+from onnxtrain.lowering.folding import (
+    check_run_budget,
+    fold_constants,
+    remove_inference_no_ops,
+    with_assumed_sizes,
+)
 from onnxtrain.lowering.opset_converters import convert_operators
 from onnxtrain.lowering.profile import (
     NEWEST,
@@ -225,7 +230,8 @@ def _verify(
 ) -> str:
     """Return the runtime on which the two are equal."""
     # onnx's shape inference: ours has formulas for the working opset only.
-    check_run_budget(ir.from_proto(onnx.shape_inference.infer_shapes(proto)))
+    sized = with_assumed_sizes(proto, sizes)
+    check_run_budget(ir.from_proto(onnx.shape_inference.infer_shapes(sized)))
     if profile is not None:
         obstacles = unsupported_nodes(load(proto), profile)
         if obstacles:
