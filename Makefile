@@ -69,11 +69,11 @@ $(HUGGING_FACE)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(HUGGING_FACE)
 	$(HUGGING_FACE)/bin/pip install --quiet --constraint constraints.txt torch
 	$(HUGGING_FACE)/bin/pip install --quiet --constraint constraints.txt --editable ".[cpu,torch,dev]"
-	$(HUGGING_FACE)/bin/pip install --quiet transformers datasets wandb mlflow-skinny  # they bound packages of their own
+	$(HUGGING_FACE)/bin/pip install --quiet transformers datasets trl lightning wandb mlflow-skinny  # they bound packages of their own
 	@touch $@
 
-hugging-face: $(HUGGING_FACE)/.ready  ## transformers, datasets, wandb and mlflow, in an environment that has them
-	$(HUGGING_FACE)/bin/python -m pytest -n0 -q tests/torch/test_hugging_face.py tests/training/test_trackers.py "tests/docs/test_pages.py::test_blocks_run[docs/hugging-face.md]"
+hugging-face: $(HUGGING_FACE)/.ready  ## transformers, datasets, TRL, Lightning, wandb and mlflow, in an environment that has them
+	$(HUGGING_FACE)/bin/python -m pytest -n0 -q tests/torch/test_frameworks.py tests/torch/test_hugging_face.py tests/torch/test_trl.py tests/training/test_trackers.py "tests/docs/test_pages.py::test_blocks_run[docs/hugging-face.md]"
 
 lower-bounds: $(BIN)/python  ## fast tests with the oldest and the newest releases that pyproject.toml allows
 	$(BIN)/python tests/lower_bounds.py .cache/lower-bounds

@@ -231,3 +231,20 @@ def never(folder: str) -> None:
     os.environ["WORLD_SIZE"] = str(int(os.environ["WORLD_SIZE"]) + 1)
     with mock.patch.object(distributed, "JOIN_SECONDS", 1.0):
         Trainer(f"{folder}/art", threads=1, distributed="auto")
+
+
+def finetuned(folder: str, out: str) -> tuple[list[float], list[str]]:
+    """Fine-tune a decoder on rows of different lengths; return losses and the files written."""
+    rows = [[(i * 3 + j) % 90 + 1 for j in range(8 + i % 4)] for i in range(11)]
+    result = onnxtrain.finetune(
+        Path(folder),
+        {"input_ids": rows},
+        out,
+        epochs=1,
+        batch_size=4,
+        lora_rank=2,
+        sample_tokens=0,
+        progress=False,
+        threads=1,
+    )
+    return result.history.losses, sorted(result.files)

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.text.models import genai_folder, llama
+
 from . import nets
 from .pool import Pool
 
@@ -73,3 +75,14 @@ def test_a_file_in_ddp_equals_one_process(name: str, pool: Pool, tmp_path: Path)
         if isinstance(result, Exception):
             raise result
         assert distance(result, one) < 1e-6
+
+
+def test_finetune_weighs_parts_by_their_tokens(pool: Pool, tmp_path: Path) -> None:
+    folder = genai_folder(tmp_path / "model", llama(layers=1))
+    (one,) = pool.run(1, "tests.distributed.nets.finetuned", str(folder), str(tmp_path / "one"))
+    first, second = pool.run(
+        2, "tests.distributed.nets.finetuned", str(folder), str(tmp_path / "two")
+    )
+    np.testing.assert_allclose(first[0], one[0], rtol=1e-6)
+    assert first == (second[0], one[1])
+    assert second[1] == []

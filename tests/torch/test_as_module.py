@@ -135,6 +135,14 @@ def test_inputs_that_are_not_leaves() -> None:
     same_gradients(ours, theirs)
 
 
+def test_a_value_inside_the_model_is_an_output() -> None:
+    module = net(outputs="s")
+    expected = net(outputs="y")
+    torch.testing.assert_close(module(x(), IDS).tanh(), expected(x(), IDS))
+    module(x(), IDS).sum().backward()
+    assert module.table.grad is not None
+
+
 def test_no_grad_frozen_parameters_and_hooks() -> None:
     module, seen = net(outputs="y"), []
     with torch.no_grad():

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from onnxtrain.artifacts.build import check_inputs
-from onnxtrain.artifacts.trainable import select_parameters
+from onnxtrain.artifacts.trainable import names_list, select_parameters
 from onnxtrain.autodiff.gradients import Names, lift, normalize, registered_domains
 from onnxtrain.autodiff.selection import batch_statistics, select_outputs
 from onnxtrain.errors import OnnxTrainError, ShapeError, UncopiableError
@@ -69,7 +69,8 @@ def as_module(
             by default all that train.
         freeze: names or globs of weights that stay in the sessions. ``requires_grad_(False)``
             freezes a parameter later.
-        outputs: the outputs to return; by default all of them.
+        outputs: the outputs to return, or values inside the model such as the last hidden state; by
+            default all outputs.
         threads: threads of onnxruntime; ``None`` uses all cores.
 
     >>> import onnxtrain.torch, os, torch
@@ -155,9 +156,12 @@ class OnnxModule(nn.Module):
         """Return the model with the requested outputs in the normal form for a target."""
         base = self._bases.get(target)
         if base is None:
-            base = normalize(self._source.clone(), target, weights_exposed=True)
-            names = self._settings["outputs"]
-            if names is not None:
+            source, names = self._source.clone(), names_list(self._settings["outputs"])
+            inner = {y.name: y for node in source.graph for y in node.outputs if y.name in names}
+            if names and all(n in inner for n in names):
+                source.graph.outputs[:] = [inner[n] for n in names]
+            base = normalize(source, target, weights_exposed=True)
+            if names:
                 base.graph.outputs[:] = select_outputs(base, names)
             self._bases[target] = base
         return base
