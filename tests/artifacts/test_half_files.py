@@ -160,7 +160,7 @@ def test_mixed_precision_of_a_file_in_16_bits(precision):
 
 
 def test_the_types_of_the_file_can_be_kept():
-    artifacts = build(mlp("float16"), loss="mse", optimizer="adamw", precision="file")
+    artifacts = build(mlp("float16"), loss="mse", optimizer="sgd", precision="file")
     assert {w.dtype for w in artifacts.manifest.parameters} == {"float16"}
 
 

@@ -51,6 +51,7 @@ from onnxtrain.artifacts.trainable import (
     aliases_of,
     names_list,
     select_parameters,
+    shared_tensors,
     untrained_reasons,
 )
 from onnxtrain.artifacts.update import mark_in_place, vector_models
@@ -65,6 +66,7 @@ from onnxtrain.errors import (
     MissingExtraError,
     OnnxTrainError,
     PrepareError,
+    by_caller,
     hints_name_freeze,
 )
 from onnxtrain.graph.io import Source, load
@@ -223,6 +225,7 @@ def _build_for_target(loaded: LoadedSource, options: BuildOptions) -> Artifacts:
     selection = _select(base, options)
     untrained = untrained_reasons(base) if options.train is None else []
     trained = {*selection.candidates, *selection.buffers}
+    shared = shared_tensors(base.graph, selection.candidates, aliases_of(source))
     upcast = []
     if precision.upcasts_to_float32:
         upcast = upcast_to_float32(base.model, trained, target=options.target)
@@ -231,6 +234,7 @@ def _build_for_target(loaded: LoadedSource, options: BuildOptions) -> Artifacts:
         origin = per_example(origin, options.dp, options.target)
     parameters = {n: _initializer_array(base.model, n) for n in origin.parameters}
     buffers = {n: _initializer_array(base.model, n) for n in origin.buffers}
+    _check_epsilon(options.optimizer, parameters)
     weights = _weight_specs(source, parameters)
     state = [*_state_specs(options, parameters), *precision.state()]
     _check_names(origin.parameters, origin.buffers, state)
@@ -258,7 +262,14 @@ def _build_for_target(loaded: LoadedSource, options: BuildOptions) -> Artifacts:
             "initial_weights": initial_weights(source, {**parameters, **buffers}),
             "loss_scale": precision.settings(),
             "predictions": {n: dataclasses.asdict(c) for n, c in origin.compared.items()},
-            "repairs": [*loaded.repairs, *base.repairs, *untrained, *upcast, *origin.repairs],
+            "repairs": [
+                *loaded.repairs,
+                *base.repairs,
+                *untrained,
+                *shared,
+                *upcast,
+                *origin.repairs,
+            ],
             **({"above_one": list(origin.above_one)} if origin.above_one else {}),
             **({"dp": dataclasses.asdict(options.dp)} if options.dp else {}),
             **web_options,
@@ -461,6 +472,25 @@ def _initial_state(spec: StateSpec, arrays: Mapping[str, np.ndarray]) -> np.ndar
     dtype = array.dtype if spec.dtype == array.dtype.name else spec.dtype
     # np.zeros allocates no pages until they are written, np.full does.
     return np.full(spec.shape, spec.init, dtype) if spec.init else np.zeros(spec.shape, dtype)
+
+
+def _check_epsilon(optimizer: Optimizer, arrays: Mapping[str, np.ndarray]) -> None:
+    """Raise PrepareError if the optimizer would divide 0 by 0: its eps is 0 in half precision."""
+    epsilon = getattr(optimizer, "eps", None)
+    half = [n for n, a in arrays.items() if a.dtype == np.float16]
+    if not half or not isinstance(epsilon, float) or np.float16(epsilon) > 0:
+        return
+    name = type(optimizer).__name__
+    raise PrepareError(
+        f"{name}(eps={epsilon:g}) is 0 in float16, the type of {half[0]!r}: a gradient of 0 "
+        "becomes NaN\nhint: "
+        + by_caller(
+            f"optimizer={name}(eps=1e-4); or precision='float32', which trains in float32 and "
+            "exports 16 bits",
+            f"--optimizer {name.lower()}:eps=1e-4; or --precision float32, which trains in float32 "
+            "and exports 16 bits",
+        )
+    )
 
 
 def _check_names(

@@ -119,6 +119,35 @@ def _select_by_name(base: Prepared, train: list[str]) -> list[ir.Value]:
     return [x for x in floats.values() if x in selected]
 
 
+_OWN_TENSORS = {
+    **dict.fromkeys(("LayerNormalization", "InstanceNormalization", "BatchNormalization"), (1, 2)),
+    **dict.fromkeys(("Gemm", "Conv", "ConvTranspose"), (2,)),
+}
+"""Inputs that layers do not share: scales and biases."""
+
+
+def shared_tensors(
+    graph: ir.Graph, trained: Sequence[str], aliases: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """Return a line for each trained scale or bias of several layers.
+
+    Exporters merge equal tensors, such as the ones and zeros of fresh norms. torch's tied
+    parameters are known by their aliases.
+    """
+    lines = []
+    for name in trained:
+        x = graph.initializers.get(name)
+        if x is None or len(x.shape or ()) != 1 or name in aliases:
+            continue
+        layers = [node for node, i in x.uses() if i in _OWN_TENSORS.get(node.op_type, ())]
+        if len(layers) > 1:
+            lines.append(
+                f"{name!r} belongs to {len(layers)} layers and trains as one tensor: exporters "
+                f"merge equal values ({_first_names([n.name or '' for n in layers], 3)})"
+            )
+    return lines
+
+
 _TREES_HINT = (
     "hint: decision trees have no weights that gradient steps can train; fit them again in the "
     "library that made them, or train a network instead, such as scikit-learn's MLPClassifier"
