@@ -24,12 +24,21 @@ NAME = "onnxcustom"
 TESTS = ("_unittests/ut_training/test_*.py",)
 TESTS_OF_HELPERS = ("test_onnx_helper.py", "test_orttraining_helper.py")
 IMPORTS, LIBRARY = "imports changed", "its own library on `install()`"
+VALUES = Path(__file__).with_name("onnxcustom_values.py")
 CAUSES_WITH_IMPORTS: Mapping[str, str] = {}
-CAUSES_WITH_LIBRARY: Mapping[str, str] = {}
+_NUMPY = "NumPy 2.4: onnxcustom calls float() on a loss of shape [1, 1] to report it"
+CAUSES_WITH_LIBRARY: Mapping[str, str] = {
+    "test_grad_helper.py::*::test_grad_helper_loss": "the test names the loss of a model that has "
+    "none; onnxruntime-training wrote a graph with an input that nothing computes",
+    "test_optimizers.py::*::test_ort_gradient_optimizers_use_numpy_nan*": _NUMPY,
+    "test_optimizers_forward_backward.py::*::test_ort_gradient_optimizers_exc*": _NUMPY,
+    "test_optimizers_forward_backward.py::*::test_ort_gradient_optimizers_log": _NUMPY,
+    "test_optimizers_forward_backward.py::*::test_ort_gradient_optimizers_log_w": _NUMPY,
+}
 
 
 def run(checkout: Path) -> list[Result]:
-    """Run tests and gallery, both ways."""
+    """Run tests and gallery, both ways, and compare the values of the two."""
     tests = sorted(path for pattern in TESTS for path in checkout.glob(pattern))
     tests += [checkout / "_unittests/ut_utils" / name for name in TESTS_OF_HELPERS]
     gallery = sorted(checkout.glob("_doc/examples/plot_orttraining_*.py"))
@@ -53,7 +62,10 @@ def run(checkout: Path) -> list[Result]:
             some = run_tests(NAME, files, how=f"tests, {way}", **options)
             some += [run_script(NAME, p, how=f"gallery, {way}", **options) for p in scripts]
             results += explain(some, causes)
-    return results
+    library = {"PYTHONPATH": str(checkout)}
+    setup = f"{__name__}:own_library"
+    how = "values, both ways"
+    return [*results, run_script(NAME, VALUES, how=how, setup=setup, environment=library)]
 
 
 def _with_changed_imports(path: Path, folder: Path) -> Path:

@@ -39,7 +39,8 @@ PROJECTS = (
         "sdpython/onnxcustom",
         "Its tests of training and its gallery of training programs, in two ways: with imports "
         "changed to `onnxtrain.compat.onnxcustom`; and on its own library, unchanged, after "
-        "`onnxtrain.compat.ort.install()`. Replaced: mlprodict and pyquickhelper, which do not "
+        "`onnxtrain.compat.ort.install()`. A program of ours trains ten models with the same seeds "
+        "both ways and asserts equal weights. Replaced: mlprodict and pyquickhelper, which do not "
         "install any more, and names and arguments that newer releases of onnx and scikit-learn "
         "dropped.",
     ),
