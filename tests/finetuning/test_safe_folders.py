@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,9 @@ from onnxtrain.checkpoint.safetensors_file import load_checkpoint
 from onnxtrain.cli.main import app
 from onnxtrain.errors import OnnxTrainError, PrepareError, SaveError
 from onnxtrain.finetuning import FineTuneOptions, FineTuneRun
-from onnxtrain.training.fit import CheckpointRotation
+from onnxtrain.finetuning.finetune import ThroughputReporter
+from onnxtrain.training.fit import CheckpointRotation, Run
+from onnxtrain.training.results import StepResult
 from tests.finetuning.test_docs import vision, write_images
 from tests.text.models import encoder, genai_folder, llama
 from tests.text.words import write_lines, write_tokenizer
@@ -144,3 +147,26 @@ def test_resuming_prints_the_batch_size_of_the_run(
     path = CheckpointRotation(tmp_path / "out/run/checkpoints").newest()
     assert path is not None
     assert load_checkpoint(path)[1]["run"]["settings"]["batch_size"] == 2
+
+
+def test_ctrl_c_saves_writes_no_outputs_and_resumes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It returned as if the run had ended, with a full output folder and exit code 0."""
+    steps: list[int] = []
+    on_step = ThroughputReporter.on_step
+
+    def interrupt(self: ThroughputReporter, run: Run, result: StepResult) -> None:
+        on_step(self, run, result)
+        steps.append(1)
+        if len(steps) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(ThroughputReporter, "on_step", interrupt)
+    options = {**FAST, "batch_size": 1, "epochs": 2, "validation": 0.25}
+    with pytest.raises(KeyboardInterrupt, match=r"hint: finetune\(.*out', resume=True\)"):
+        onnxtrain.finetune(folder, ROWS, tmp_path / "out", **options)
+    assert not list((tmp_path / "out").glob("merged")) + list((tmp_path / "out").glob("peft"))
+    resumed = onnxtrain.finetune(folder, ROWS, tmp_path / "out", resume=True, **options)
+    whole = onnxtrain.finetune(folder, ROWS, tmp_path / "whole", **options)
+    assert resumed.after == whole.after

@@ -485,7 +485,13 @@ class FineTuneRun:
         before = self._evaluate(trainer, validation) if main else {}
         if before:
             say(f"before: {_format_metrics(before)}")
-        history = self._fit(trainer, output, validation)
+        try:
+            history = self._fit(trainer, output, validation)
+        except KeyboardInterrupt as interrupt:
+            saved, hint, _ = str(interrupt).partition("\nhint: ")
+            python = f"finetune(..., {str(output)!r}, resume=True) continues"
+            hint += by_caller(python, "the same command with --resume continues")
+            raise KeyboardInterrupt(f"{saved}{hint}") from interrupt
         after = self._evaluate(trainer, validation) if main else {}
         language_model = self.folder.kind == "causal_lm"
         weights = dict(trainer.parameters) if language_model else trainer
