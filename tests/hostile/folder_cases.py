@@ -68,7 +68,7 @@ _BASE: dict[Path, Path] = {}
 def steps_of_case(seed: int, traps: Traps) -> tuple[str, Iterator[Step]]:
     """Return the name of a case, the file that is damaged, and the entry points to call."""
     rng = random.Random(seed)
-    tokenizer._TEMPLATE_SECONDS = 0.5
+    tokenizer._TEMPLATE_SECONDS = 3.0
     folder = traps.inside / "model"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(_base(traps), folder)

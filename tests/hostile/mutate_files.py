@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -128,7 +129,7 @@ def change(rng: random.Random, tree: Any) -> None:
         case 2 if isinstance(parent, dict):
             parent[rng.choice(("x", "__proto__", str(key) + "2"))] = parent.pop(key)
         case _:
-            parent[key] = rng.choice(VALUES)
+            parent[key] = copy.deepcopy(rng.choice(VALUES))  # a later change must not alter it
 
 
 __all__ = [
