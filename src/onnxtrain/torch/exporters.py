@@ -72,7 +72,19 @@ def legacy(module: nn.Module, inputs: Sequence[Any], names: Sequence[str], axes:
             dynamic_axes=dynamic_axes or None,
             input_names=list(names),
         )
-    return load(buffer.getvalue())
+    return _with_unread_inputs(load(buffer.getvalue()), inputs, names)
+
+
+def _with_unread_inputs(model: ir.Model, inputs: Sequence[Any], names: Sequence[str]) -> ir.Model:
+    """Return the model with the inputs that the legacy exporter drops: nothing reads them."""
+    known = {x.name: x for x in model.graph.inputs}
+    for name, x in zip(names, inputs, strict=True):
+        if name not in known and isinstance(x, torch.Tensor):
+            array = x.detach().cpu()
+            dtype = ir.DataType.BFLOAT16 if x.dtype is torch.bfloat16 else ir.tensor(array).dtype
+            known[name] = ir.val(name, dtype, list(x.shape))
+    model.graph.inputs[:] = [known[n] for n in names if n in known]
+    return model
 
 
 @contextlib.contextmanager

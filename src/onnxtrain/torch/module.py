@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 RNG = "onnxtrain.rng"
 _INNER_PREFIX = "inner."
 _MODULE_PREFIX = "module."
+Save = Callable[[str, onnx.ModelProto | ir.Model], None]
+"""Receives the name of a stage and its model."""
 
 
 class TrainableModule(nn.Module):
@@ -78,8 +80,17 @@ class TrainableModule(nn.Module):
         self.register_state_dict_post_hook(_without_prefix)
         self.register_load_state_dict_pre_hook(_with_prefix)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the outputs of the wrapped module."""
+    @property
+    def forward(self) -> Callable[..., Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The forward pass on ONNX Runtime, with the signature of the wrapped module's ``forward``.
+
+        Hugging Face's ``Trainer`` reads the signature to choose columns of the data.
+        """
+        run = functools.partial(self._run)
+        run.__wrapped__ = self.module.forward  # pyright: ignore[reportAttributeAccessIssue]
+        return run
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         call = FlatArguments.of(args, kwargs)
         call = _in_full_precision(self.module, call)
         differentiable = torch.is_grad_enabled()
@@ -124,7 +135,12 @@ class TrainableModule(nn.Module):
         try:
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 compiled = compile_call(
-                    self.module, call, wrt is not None, self.threads, compiled_calls
+                    self.module,
+                    call,
+                    wrt is not None,
+                    self.threads,
+                    compiled_calls,
+                    self._save_model,
                 )
         except OnnxTrainError as error:
             if not self.fallback:
@@ -136,6 +152,9 @@ class TrainableModule(nn.Module):
             return None
         compiled_calls.append(compiled)
         return compiled
+
+    def _save_model(self, stage: str, model: onnx.ModelProto | ir.Model) -> None:
+        """Do nothing; a subclass may write the models of each stage to files."""
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -283,6 +302,11 @@ class CompiledCall:
     leaves: tuple[Any, ...] = ()
     """Leaves of the outputs, with ``None`` in place of the tensors."""
     positions: tuple[int, ...] = ()
+    constants: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """Flags and counts among the inputs that the graph does not read, by position.
+
+    The module may have branched on them in Python; another value needs another export.
+    """
     order: tuple[int, ...] = ()
     """Index of each entry of ``parameters`` in the list of :func:`modes_and_parameters`."""
 
@@ -294,7 +318,7 @@ class CompiledCall:
                 expected = dim if isinstance(dim, int) else sizes.setdefault(dim, size)
                 if size != expected:
                     return False
-        return True
+        return all(torch.equal(tensors[i], value) for i, value in self.constants.items())
 
     def result(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the outputs in the structure that the module returns."""
@@ -335,6 +359,7 @@ def compile_call(
     differentiable: bool,
     threads: int | None,
     previous: Sequence[CompiledCall],
+    save: Save,
 ) -> CompiledCall:
     """Export the module and split it into a forward and a backward session.
 
@@ -345,6 +370,7 @@ def compile_call(
         threads: threads of onnxruntime.
         previous: compiled calls of the same kind; axes whose sizes differ from theirs become
             symbolic.
+        save: called with the name of a stage and its model.
     """
     device = device_of(module, call.tensors)
     call = dataclasses.replace(call, tensors=detached_copy(call.tensors))
@@ -353,12 +379,15 @@ def compile_call(
         leaves, structure = pytree.tree_flatten(module(*args, **kwargs))
     _check_inputs_unchanged(module, call.tensors)
     model = _export(module, call, previous)
+    save("torch_exported", model)
     parameters, initializers = _distinct_parameters(model)
     input_names = [x.name or "" for x in model.graph.inputs]
     dims = [
         [d if isinstance(d, int) else str(d) for d in x.shape or ()] for x in model.graph.inputs
     ]
     work = load_normalized(model).model
+    if differentiable:
+        save("optimized_pre_grad", work)
     graph = work.graph
     output_names = [y.name or "" for y in graph.outputs]
     portable_dropout(work, rng_input_name=RNG)
@@ -396,6 +425,11 @@ def compile_call(
         structure=structure,
         leaves=tuple(None if isinstance(x, torch.Tensor) else x for x in leaves),
         positions=tuple(i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)),
+        constants={
+            i: t
+            for i, (t, x) in enumerate(zip(call.tensors, model.graph.inputs, strict=True))
+            if not x.uses() and t.numel() == 1 and not t.is_floating_point()
+        },
         order=_order(module, parameters),
     )
     if len(compiled.positions) != len(output_names):
@@ -403,7 +437,7 @@ def compile_call(
             f"{type(module).__name__} returns {len(compiled.positions)} tensors, "
             f"the exported graph has {len(output_names)} outputs"
         )
-    split_graphs(compiled, work, wrt, threads)
+    split_graphs(compiled, work, wrt, threads, save)
     return compiled
 
 
@@ -504,7 +538,11 @@ def _check_statistics_updated(model: ir.Model, updated_buffers: Mapping[str, str
 
 
 def split_graphs(
-    compiled: CompiledCall, work: ir.Model, wrt: list[str], threads: int | None
+    compiled: CompiledCall,
+    work: ir.Model,
+    wrt: list[str],
+    threads: int | None,
+    save: Save = lambda stage, model: None,
 ) -> None:
     """Create the sessions of a call; ``wrt`` are the inputs of ``work`` that get a gradient."""
     floats = [
@@ -513,6 +551,8 @@ def split_graphs(
     device, folder = compiled.device, weights_folder(work)
     if wrt and floats:
         parts = split(work, wrt, floats, target=device.type)
+        save("optimized", parts.forward)
+        save("execution_model", parts.backward)
         compiled.forward = Session(parts.forward, device, threads, folder)
         compiled.backward = Session(parts.backward, device, threads, folder)
         compiled.saved, compiled.passed, compiled.wrt = parts.saved, parts.passed, parts.wrt
@@ -520,7 +560,10 @@ def split_graphs(
         names = [x.name for x in parts.backward.graph.input]
         compiled.cotangents = tuple(names[len(names) - len(parts.outputs) :])
     else:
-        compiled.forward = Session(finalize(simplify(work)), device, threads, folder)
+        forward = finalize(simplify(work))
+        save("optimized", forward)
+        save("execution_model", forward)
+        compiled.forward = Session(forward, device, threads, folder)
 
 
 def modes_and_parameters(module: nn.Module) -> tuple[list[bool], list[nn.Parameter]]:
@@ -586,12 +629,14 @@ class CompiledFunction(torch.autograd.Function):
         results = run_forward(compiled, module, named)
         outputs = [results[n] for n in compiled.outputs]
         # save_for_backward frees the tensors after backward and detects in-place changes.
-        saved = [results[n] for n in compiled.saved] + [
-            named[n] for n in compiled.passed if n in named
-        ]
-        ctx.save_for_backward(*saved)
+        saved = {n: results[n] for n in compiled.saved}
+        saved |= {n: named[n] for n in compiled.passed if n in named}
+        kept = {n: x for n, x in saved.items() if isinstance(x, torch.Tensor)}
+        ctx.save_for_backward(*kept.values())
+        ctx.saved_names = list(kept)
         ctx.compiled = compiled
         ctx.others = {n: results[n] for n in compiled.passed if n not in named}
+        ctx.others |= {n: x for n, x in saved.items() if n not in kept}  # sequences
         ctx.outputs = {n: (results[n].shape, results[n].dtype) for n in compiled.differentiable}
         ctx.mark_non_differentiable(
             *(results[n] for n in compiled.outputs if n not in compiled.differentiable)
@@ -605,9 +650,7 @@ class CompiledFunction(torch.autograd.Function):
     ) -> Any:
         """Run the backward session."""
         compiled: CompiledCall = ctx.compiled
-        own = set(compiled.inputs) | set(compiled.initializers)
-        names = [*compiled.saved, *(n for n in compiled.passed if n in own)]
-        feeds = dict(zip(names, ctx.saved_tensors, strict=True)) | ctx.others
+        feeds = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True)) | ctx.others
         grads_by_output = dict(zip(compiled.outputs, grads, strict=True))
         for name, at in zip(compiled.differentiable, compiled.cotangents, strict=True):
             g = grads_by_output[name]
@@ -650,15 +693,20 @@ def _run(
 ) -> dict[str, torch.Tensor]:
     if compiled.device.type == "cpu" and at.supports_numpy:
         # Arrays share memory as OrtValues do, and binding them takes a third of the time.
-        arrays = {n: to_array(feeds[n]) for n in at.inputs}
+        arrays = {n: _each(to_array, feeds[n]) for n in at.inputs}
         results = runtime.run(at.session, at.outputs, arrays)
-        return {n: torch.from_numpy(a) for n, a in zip(at.outputs, results, strict=True)}
+        return {n: _each(torch.from_numpy, a) for n, a in zip(at.outputs, results, strict=True)}
     values = {n: to_ortvalue(feeds[n]) for n in at.inputs}
     if compiled.device.type == "cpu":
         outputs = runtime.run_values(at.session, at.outputs, values)
     else:
         outputs = _run_bound(compiled, at, values)
     return {n: from_ortvalue(v) for n, v in zip(at.outputs, outputs, strict=True)}
+
+
+def _each(convert: Callable[[Any], Any], value: Any) -> Any:
+    """Return the converted value, or for a sequence of tensors the converted elements."""
+    return [convert(x) for x in value] if isinstance(value, list) else convert(value)
 
 
 def _run_bound(compiled: CompiledCall, at: Session, values: Mapping[str, Any]) -> list[Any]:
