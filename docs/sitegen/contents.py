@@ -21,7 +21,8 @@ SECTIONS = {
             "onnx-standard",
             "coming-from-onnxruntime-training",
         ),
-        *("coming-from-web-training", "coming-from-onnxcustom", "style-transfer"),
+        *("coming-from-ortmodule", "coming-from-web-training", "coming-from-onnxcustom"),
+        "style-transfer",
     ],
     "Reference": [
         *("generated/api/index", "generated/command-line", "artifacts", "ops", "fused-operators"),

@@ -1,0 +1,177 @@
+"""onnxruntime 1.19.2: its tests of ``ORTModule``, on the CPU."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import importlib
+import re
+import sys
+import tempfile
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.upstream.process import run_tests
+from tests.upstream.results import Result
+
+NAME = "onnxruntime"
+FOLDER = Path("orttraining/orttraining/test/python")
+API, OPS = "orttraining_test_ortmodule_api.py", "orttraining_test_ortmodule_onnx_ops.py"
+HELPERS = ("_test_helpers.py", "_test_commons.py", "_orttraining_ortmodule_models.py")
+PARAMETER_SETS = 1
+"""Of each test that run; one test has 792."""
+HOW = "tests of ORTModule, on `install()`, CPU for CUDA"
+INTERNALS = "reads private internals of ORTModule"
+NEEDS_CUDA = "needs a CUDA device: moves modules or data between two devices"
+NEEDS_BERT = "loads the pretrained bert-base-uncased"
+CAUSES = {
+    r"_torch_module|_runtime_options|ortmodule\._\w+'|_are_deterministic|_defined_from": INTERNALS,
+    r"_FALLBACK_POLICY": NEEDS_CUDA,
+    r"huggingface\.co|transformers is not installed": NEEDS_BERT,
+}
+"""Causes by a pattern of the reason, for failures whose cause is not in this project."""
+CAUSES_OF = {
+    "test_model_without_device": NEEDS_CUDA,
+    "test_forward_data_and_model_on_different_devices": NEEDS_CUDA,
+    "test_cache_exported_model": INTERNALS,
+    "test_ortmodule_attribute_name_collision_warning": INTERNALS,
+    "test_ortmodule_gradient_builder": INTERNALS,
+    "test_opset_version_change": INTERNALS,
+    "test_scatternd_correctness": "changes an input in place, which is an error here",
+    "test_aten_multinomial": "torch's exporters export multinomial of a vector wrongly",
+    "test_gradient_correctness_pool2d": "rounding: near ties of max pooling; torch itself "
+    "differs by as much between float32 and float64",
+    "test_gradient_correctness_argmax_unfold": "rounding: torch itself differs by 1e-4 from "
+    "float64, the tolerance",
+    "test_ortmodule_list_dict_input_with_kwargs_and_registered_buffer": "rounding: sums of 784 "
+    "products differ by 1.3e-5, the tolerance is 1e-5",
+}
+"""Causes by test."""
+
+
+def run(checkout: Path) -> list[Result]:
+    """Run both files."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for file in (API, OPS, *HELPERS):
+            text = (checkout / FOLDER / file).read_text()
+            (folder / file).write_text(_on_cpu(text) if file == API else text)
+        results = run_tests(
+            NAME,
+            [folder / API, folder / OPS],
+            how=HOW,
+            setup=f"{__name__}:prepare",
+            options=["-p", __name__],
+            environment={"PYTHONPATH": name},
+            timeout=4 * 3600,
+        )
+    return [caused(r) for r in results]
+
+
+def _on_cpu(text: str) -> str:
+    text = re.sub(r"(['\"])cuda(:\d+)?\1", '"cpu"', text)
+    return text.replace(".cuda()", ".cpu()").replace("torch.cuda.synchronize()", "None")
+
+
+def caused(result: Result) -> Result:
+    """Return a failure with its cause, if that is known and not in this project."""
+    if result.outcome != "fail":
+        return result
+    cause = next((c for p, c in CAUSES.items() if re.search(p, result.reason)), None)
+    test = result.program.rpartition("::")[2].partition("[")[0]
+    cause = CAUSES_OF.get(test, cause)
+    if cause is None:
+        return result
+    return dataclasses.replace(result, reason=cause, outside=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Keep some parameter sets of each test, evenly spaced."""
+    by_test: dict[str, list[pytest.Function]] = collections.defaultdict(list)
+    for item in items:
+        by_test[item.originalname].append(item)
+    items[:] = [
+        some[len(some) * n // min(len(some), PARAMETER_SETS)]
+        for some in by_test.values()
+        for n in range(min(len(some), PARAMETER_SETS))
+    ]
+
+
+class _Policy(enum.IntFlag):
+    FALLBACK_DISABLE = 1
+    FALLBACK_UNSUPPORTED_DEVICE = 8
+    FALLBACK_UNSUPPORTED_DATA = 16
+
+
+class _SkipCheck(enum.IntFlag):
+    SKIP_CHECK_DISABLED = 1
+    SKIP_CHECK_DEVICE = 2
+    SKIP_CHECK_BUILD_GRADIENT = 4
+    SKIP_CHECK_EXECUTION_AGENT = 8
+
+
+def prepare() -> None:
+    """Install our API, and empty stand-ins for the private modules that the files import."""
+    import onnxtrain.compat.ort
+
+    onnxtrain.compat.ort.install()
+    ortmodule = onnxtrain.compat.ort.ortmodule
+    errors = ("FallbackException", "IOError", "DeviceException", "ONNXModelException")
+    parts = {
+        "_fallback": {f"ORTModule{e}": type(f"ORTModule{e}", (Exception,), {}) for e in errors}
+        | {"_FallbackPolicy": _Policy},
+        "_utils": {},
+        "_custom_gradient_registry": {"register_gradient": lambda *_: lambda function: function},
+        "_graph_execution_manager_factory": {"GraphExecutionManagerFactory": None},
+    }
+    for name, content in parts.items():
+        module = types.ModuleType(f"onnxruntime.training.ortmodule.{name}")
+        module.__dict__.update(content)
+        sys.modules[module.__name__] = module
+        setattr(ortmodule, name, module)
+    ortmodule._SkipCheck = _SkipCheck
+    _transformers()
+
+
+def _transformers() -> None:
+    """Stand in for ``AdamW``, which transformers 5 dropped, and for transformers if absent."""
+    modules: dict[str, types.ModuleType] = {}
+    for name in ("transformers", "transformers.modeling_outputs"):
+        try:
+            modules[name] = importlib.import_module(name)
+        except ImportError:
+            modules[name] = types.ModuleType(name)
+    package, outputs = modules.values()
+    for name in ("AutoConfig", "BertForSequenceClassification", "Trainer"):
+        package.__dict__.setdefault(name, _Absent())
+    outputs.__dict__.setdefault("SequenceClassifierOutput", dict)
+    package.__dict__["AdamW"] = AdamW
+    sys.modules |= modules
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW as in transformers 4: the bias is corrected in the learning rate."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                t = state["step"] = state.get("step", 0) + 1
+                state["m"] = 0.9 * state.get("m", torch.zeros_like(p)) + 0.1 * p.grad
+                state["v"] = 0.999 * state.get("v", torch.zeros_like(p)) + 0.001 * p.grad**2
+                rate = group["lr"] * (1 - 0.999**t) ** 0.5 / (1 - 0.9**t)
+                p -= rate * state["m"] / (state["v"].sqrt() + 1e-6)
+
+
+class _Absent:
+    def __getattr__(self, name: str) -> object:
+        raise ImportError("transformers is not installed")
