@@ -2,7 +2,8 @@
 
 ``train_ort.py`` trains with ``ORTTrainer``, ``train.py`` is its torch original. They differ in the
 optimizer; the run of ``train.py`` uses the one of ``train_ort.py``, so all losses must agree. Both
-have a fixed seed and no dropout. The corpus has the format of WikiText-2.
+have a fixed seed and no dropout. The corpus has the format of WikiText-2, and gives five steps an
+epoch: Adam divides by gradients near zero, so rounding grows, to 2e-4 after 27 steps.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _compared(project: str, losses: list[list[float]]) -> Result:
     return Result(project, program, "pass", how=HOW)
 
 
-def write_corpus(folder: Path, *, lines: int = 520) -> None:
+def write_corpus(folder: Path, *, lines: int = 300) -> None:
     """Write a generated corpus: titles and sentences of a few words, a line each."""
     rng = random.Random(0)
     nouns = [f"{a}{b}" for a in ("riv", "mount", "cast", "vill") for b in ("er", "ain", "le", "a")]

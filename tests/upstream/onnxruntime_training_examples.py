@@ -1,4 +1,4 @@
-"""onnxruntime-training-examples: the web demo of on-device training."""
+"""onnxruntime-training-examples: the web demo of on-device training, and getting-started."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from tests.upstream import stubs
+from tests.upstream import getting_started, stubs
 from tests.upstream.process import run_script
 from tests.upstream.results import Result
 from tests.upstream.web_app import train_in_page, write_digits
@@ -15,7 +15,8 @@ NAME = "onnxruntime-training-examples"
 
 
 def run(checkout: Path) -> list[Result]:
-    """Run the notebook of the web demo, then its page on the artifacts."""
+    """Run the getting-started sample, the notebook of the web demo, then its page."""
+    results = getting_started.run(NAME, checkout)
     demo = checkout / "on_device_training" / "web"
     with tempfile.TemporaryDirectory() as folder:
         program, files = Path(folder) / "mnist.ipynb.py", Path(folder) / "files"
@@ -27,7 +28,7 @@ def run(checkout: Path) -> list[Result]:
         made = run_script(NAME, program, how=how, setup=f"{__name__}:prepare", folder=files)
         how = "web demo: page in Chromium, with the alias"
         app = demo / "web-bundler" / "src" / "App.tsx"
-        return [made, train_in_page(NAME, app, files, how=how, accuracy=90)]
+        return [*results, made, train_in_page(NAME, app, files, how=how, accuracy=90)]
 
 
 def prepare() -> None:

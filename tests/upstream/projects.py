@@ -47,9 +47,12 @@ PROJECTS = (
     Project(
         "onnxruntime-training-examples",
         "microsoft/onnxruntime-training-examples",
+        "The getting-started sample of `ORTTrainer`, as last published (967245e), against its "
+        "torch original: the losses of three epochs agree within 1e-4, with the same optimizer and "
+        "seed and no dropout, on a generated corpus in WikiText-2's format. "
         "The web demo of on-device training: its notebook writes the artifacts, and its page "
         "trains on them in Chromium, built by Vite with `onnxruntime-web/training` aliased to "
-        "`onnxtrain/training`. Replaced: MUI, Plotly and netron; and MNIST, by scikit-learn's "
+        "`onnxtrain/training`. Replaced: torchtext, MUI, Plotly and netron; and MNIST, by scikit-learn's "
         "digits.",
     ),
     Project(
