@@ -52,8 +52,8 @@ PROJECTS = (
         "seed and no dropout, on a generated corpus in WikiText-2's format. "
         "The web demo of on-device training: its notebook writes the artifacts, and its page "
         "trains on them in Chromium, built by Vite with `onnxruntime-web/training` aliased to "
-        "`onnxtrain/training`. Replaced: torchtext, MUI, Plotly and netron; and MNIST, by scikit-learn's "
-        "digits.",
+        "`onnxtrain/training`. Replaced: torchtext, MUI, Plotly and netron; and MNIST, by "
+        "scikit-learn's digits.",
     ),
     Project(
         "train-pytorch-in-js",

@@ -5,9 +5,14 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
+import pytest
+
+from tests.upstream.getting_started import write_corpus
+from tests.upstream.onnxruntime import caused
 from tests.upstream.process import run_script, run_tests
 from tests.upstream.projects import BEGIN, END, PAGE, PROJECTS, page, write_page
 from tests.upstream.results import Result, Run, explain, stored
+from tests.upstream.stubs import torchtext
 
 TESTS = """
 import unittest
@@ -91,3 +96,30 @@ def test_each_project_can_run_and_has_results() -> None:
         module = importlib.import_module(f"tests.upstream.{project.name.replace('-', '_')}")
         assert callable(module.run)
         assert project.name in page(stored())
+
+
+def test_the_corpus_of_getting_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words of the training part are known; both last batches of 35 rows are shorter."""
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path)
+    field = torchtext.Field(torchtext.get_tokenizer("basic_english"), "<sos>", "<eos>", lower=True)
+    train, valid, _ = torchtext.datasets.WikiText2.splits(field)
+    field.build_vocab(train)
+    assert train.examples[0].text[:4] == ["=", train.examples[0].text[1], "=", "<eos>"]
+    numbers = field.numericalize([train.examples[0].text])
+    assert numbers.shape[1] == 1
+    assert int(numbers.max()) == len(field.vocab.stoi) - 1
+    sizes = [(len(part.examples[0].text) // n - 1) % 35 for part, n in ((train, 20), (valid, 10))]
+    assert 0 not in sizes
+
+
+def test_causes_of_failures_of_ortmodule() -> None:
+    file = "orttraining_test_ortmodule_api.py"
+    reasons = {
+        f"{file}::test_a": "AttributeError: 'Net' object has no attribute '_torch_module'",
+        f"{file}::test_scatternd_correctness[x]": "ExportError",
+        f"{file}::test_b": "AssertionError",
+    }
+    results = [caused(Result("onnxruntime", p, "fail", r)) for p, r in reasons.items()]
+    assert [r.outside for r in results] == [True, True, False]
+    assert results[0].reason == "reads private internals of ORTModule"
