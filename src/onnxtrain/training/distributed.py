@@ -35,6 +35,8 @@ BUCKET_BYTES = 25 << 20
 """Bytes of gradients per all-reduce, as in DistributedDataParallel."""
 JOIN_SECONDS = 120.0
 """How long workers wait for each other at the start."""
+WAIT_SECONDS = 1800.0
+"""How long a worker waits for the others later."""
 _PEER_SECONDS = 2.0
 CHECK_STEPS = 1000
 """Steps between two comparisons of the parameters of all workers."""
@@ -151,7 +153,10 @@ def _form(torch: Any, store: Any, rank: int, size: int, address: str, device: st
     if device != "cpu":
         torch.cuda.set_device(_local_device(device))
         backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    seconds = datetime.timedelta(seconds=JOIN_SECONDS)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=seconds)
+    # Later, workers wait for worker 0 while it validates or writes files.
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=WAIT_SECONDS))
     atexit.register(_leave, dist)
 
 
