@@ -16,7 +16,7 @@ import torch
 
 import onnxtrain
 from onnxtrain import Artifacts, Trainer, losses, optim
-from onnxtrain.errors import CheckpointError, PrepareError, SaveError
+from onnxtrain.errors import CheckpointError, LoadError, PrepareError, SaveError
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.optim import OPTIMIZERS
 from tests.zoo.export import export
@@ -224,6 +224,27 @@ def test_metadata_that_does_not_fit_is_refused(damage: str, tmp_path: Path) -> N
     onnx.save(model, tmp_path / "model.onnx")
     with pytest.raises(CheckpointError, match="does not fit the training info"):
         Artifacts.from_training_info(tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize("place", ["algorithm", "initialization", "graph"])
+def test_weights_in_other_files_are_refused(place: str, tmp_path: Path) -> None:
+    """A location may name any file of this machine."""
+    (tmp_path / "secret").write_bytes(bytes(24))
+    model = foreign()
+    info = model.training_info[0]
+    graph = model.graph if place == "graph" else getattr(info, place)
+    tensor = graph.initializer.add(name="leak", data_type=1, dims=[3, 2], data_location=1)
+    tensor.external_data.add(key="location", value=str(tmp_path / "secret"))
+    (tmp_path / "foreign.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(LoadError, match="'leak' is in another file"):
+        Artifacts.from_training_info(tmp_path / "foreign.onnx")
+
+
+def test_damaged_weights_are_refused(tmp_path: Path) -> None:
+    model = foreign()
+    model.training_info[0].algorithm.initializer[-1].dims[:] = [1 << 40]
+    with pytest.raises(LoadError, match="sb"):
+        imported(model, tmp_path)
 
 
 # Training info as the standard describes it, with its own operators.

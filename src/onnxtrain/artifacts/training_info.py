@@ -38,12 +38,13 @@ from onnxtrain.artifacts.graphs import (
 from onnxtrain.autodiff.differentiate import ancestor_nodes
 from onnxtrain.autodiff.gradient_nodes import TRAINING_DOMAIN
 from onnxtrain.autodiff.gradients import GradientModel, load_normalized
-from onnxtrain.errors import CheckpointError, PrepareError, SaveError
+from onnxtrain.errors import CheckpointError, LoadError, PrepareError, SaveError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io import load
-from onnxtrain.graph.io.limits import Limits, Problems
+from onnxtrain.graph.io.limits import Limits, Problems, quote
 from onnxtrain.graph.io.reader import parse, read_file
+from onnxtrain.graph.io.writer import all_tensors
 from onnxtrain.graph.nodes import captured
 from onnxtrain.importer.functions import inline_functions
 from onnxtrain.importer.opset import to_working_opset
@@ -404,6 +405,12 @@ def read_training_info(path: str, *, loss: str | None, initialize: bool) -> Cont
     """Return the artifacts in a file with training info; see ``Artifacts.from_training_info``."""
     limits, problems = Limits(), Problems(repr(path))
     proto = parse(read_file(path, limits, problems), limits, problems)
+    for tensor in all_tensors(proto):  # a location may be any file of this machine
+        if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:
+            raise LoadError(
+                f"{path!r}: tensor {quote(tensor.name)} is in another file, which models with "
+                "training_info must not be\nhint: save the model with its weights inside"
+            )
     content = from_proto(proto, repr(path))
     return import_algorithm(proto, loss=loss, initialize=initialize) if content is None else content
 
@@ -562,6 +569,7 @@ def import_algorithm(
     (info,) = infos
     algorithm = info.algorithm
     bindings = _checked_bindings(proto, info)
+    load(_combined(proto, algorithm, set()))  # checks sizes and names before tensors are read
     tensors = {t.name: t for t in (*proto.graph.initializer, *algorithm.initializer)}
     arrays = {name: np.array(ir.from_proto(tensors[name]).numpy()) for name in bindings}
     if initialize:
