@@ -644,11 +644,19 @@ class CompiledFunction(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: torch.Tensor | None
     ) -> Any:
         """Run the backward session."""
+        # torch's `once_differentiable` notices a second derivative only if a cotangent needs one:
+        # the gradient of `module(x).sum()` would be a constant without a word.
+        if torch.is_grad_enabled():
+            raise OnnxTrainError(
+                "create_graph=True: the gradients of a module on ONNX Runtime cannot be "
+                "differentiated again\n"
+                "hint: leave the module whose gradient a penalty reads in torch; the others can be "
+                "wrapped"
+            )
         compiled: CompiledCall = ctx.compiled
         feeds = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True)) | ctx.others
         grads_by_output = dict(zip(compiled.outputs, grads, strict=True))
