@@ -78,6 +78,7 @@ def test_a_weight_file_that_changed_since_the_build_is_named(
             use()
 
 
+@pytest.mark.full
 def test_the_command_holds_a_frozen_weight_less_than_three_times(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -95,7 +95,7 @@ def test_rows_of_tokens_without_a_token_to_train_on_are_listed() -> None:
 def test_templates_without_end_are_refused(
     folder: Path, template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer, "_TEMPLATE_SECONDS", 2.0)
+    monkeypatch.setattr(tokenizer, "_TEMPLATE_SECONDS", 1.0)
     (folder / "chat_template.jinja").write_text(template)
     made = Tokenizer(folder)
     for _ in range(2):
