@@ -350,6 +350,11 @@ def test_foreign_training_info_trains(tmp_path: Path) -> None:
     np.testing.assert_allclose(np.asarray(y), trainer.predict(batch["x"])["y"], rtol=1e-5)
 
 
+def test_explain_says_that_the_file_has_training_info() -> None:
+    repairs = onnxtrain.explain(foreign()).repairs
+    assert "training_info left out: Artifacts.from_training_info reads it" in repairs
+
+
 def test_rate_of_a_foreign_file_can_change(tmp_path: Path) -> None:
     trainer = Trainer(imported(foreign(), tmp_path))
     trainer.lr = 0.01

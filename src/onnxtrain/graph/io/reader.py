@@ -276,6 +276,9 @@ def _from_proto(
             _sort(model)
         for name in converted_outputs:
             record_load_repair(model, f"ZipMap left out: output {quote(name)} is a tensor now")
+        if proto.training_info:
+            line = "training_info left out: Artifacts.from_training_info reads it"
+            record_load_repair(model, line)
         return _finish_load(model, problems, {"": files})
     except LoadError:
         raise
