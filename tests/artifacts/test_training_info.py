@@ -17,6 +17,7 @@ import torch
 import onnxtrain
 from onnxtrain import Artifacts, Trainer, losses, optim
 from onnxtrain.errors import CheckpointError, LoadError, PrepareError, SaveError
+from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.optim import OPTIMIZERS
 from tests.zoo.export import export
@@ -495,5 +496,6 @@ def test_round_trip_of_architectures(name: str, tmp_path: Path) -> None:
 
 
 def _mean_square(op: OpBuilder, *outputs: ir.Value) -> ir.Value:
-    y = outputs[0]
-    return op.ReduceMean(op.Mul(y, y), keepdims=0)
+    """The sum of the mean squares of all outputs, so that every parameter reaches it."""
+    terms = [op.ReduceMean(op.Mul(y, y), keepdims=0) for y in outputs if S.is_float(y)]
+    return terms[0] if len(terms) == 1 else op.Sum(*(op.cast(t, terms[0].dtype) for t in terms))
