@@ -45,6 +45,14 @@ PROJECTS = (
         "dropped.",
     ),
     Project(
+        "onnxruntime",
+        "microsoft/onnxruntime",
+        "Its tests of `ORTModule` at v1.19.2: `orttraining_test_ortmodule_api.py` with one "
+        "parameter set of each test, and `orttraining_test_ortmodule_onnx_ops.py`, with `cuda` "
+        "read as `cpu`. Replaced: the private modules that the files import, by empty ones; and "
+        "transformers, which is not installed.",
+    ),
+    Project(
         "onnxruntime-training-examples",
         "microsoft/onnxruntime-training-examples",
         "The getting-started sample of `ORTTrainer`, as last published (967245e), against its "
