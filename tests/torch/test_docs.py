@@ -25,7 +25,6 @@ def test_python_and_javascript_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for block in blocks("python"):
         exec(compile(block, "from-pytorch.md", "exec"), scope)
     assert scope["step"].loss > 0
-    assert scope["scores"].shape == (6, 3)
     assert [y.name for y in scope["encoder"].graph.outputs] == ["logits"]
     assert (tmp_path / "encoder.onnx").exists()
     assert (tmp_path / "encoder_too.onnx").exists()
