@@ -85,6 +85,10 @@ def test_penalties_add_to_losses():
     got = penalty.penalty_loss("cpu", np.array([[1.0]], np.float32), w).numpy().item()
     assert got == pytest.approx(1 + 0.25 * 3 + 0.5 * 5)
     assert BaseLearningPenalty.select(None).penalty_loss("cpu", got, w) == got
+    updated = penalty.update_weights(0, "cpu", w).numpy()
+    np.testing.assert_allclose(updated, w - (0.25 * np.sign(w) + 2 * 0.5 * w), atol=1e-6)
+    graphs = penalty.save_onnx_graph(bytes)
+    assert set(graphs) == {"penalty_onnx_", "penalty_grad_onnx_"}
     with pytest.raises(ValueError, match="unknown penalty"):
         BaseLearningPenalty.select("l3")
 

@@ -94,6 +94,9 @@ class OrtGradientForwardBackwardOptimizer(BaseEstimator):
         """Build the graphs of loss, learning rate and penalty."""
         self.learning_loss.build_onnx_function(device=self.device, weight_name=self.weight_name)
         self.learning_rate.build_onnx_function(device=self.device)
+        self.learning_penalty.build_onnx_function(
+            device=self.device, n_tensors=len(self.weights_to_train)
+        )
         self.penalty_onnx_ = penalty_gradient(
             self.learning_penalty, self.model_onnx, self.weights_to_train
         )
