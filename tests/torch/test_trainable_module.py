@@ -1,5 +1,9 @@
 """A module on two ONNX sessions does what the module does in torch."""
 
+# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportIncompatibleMethodOverride=false
+
 from __future__ import annotations
 
 import copy
@@ -175,9 +179,8 @@ def test_changes_in_place_are_noticed(mlp) -> None:
 def test_no_second_derivative(mlp) -> None:
     ours, _ = mlp
     loss = ours(torch.randn(3, 6)).square().sum()
-    grads = torch.autograd.grad(loss, list(ours.parameters()), create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        sum(g.sum() for g in grads).backward()
+    with pytest.raises(OnnxTrainError, match="cannot be differentiated again"):
+        torch.autograd.grad(loss, list(ours.parameters()), create_graph=True)
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "LBFGS"])
