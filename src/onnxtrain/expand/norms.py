@@ -43,10 +43,17 @@ def layer_normalization(op, x, scale, bias=None, *, axis, epsilon, stash_type):
 
 @expansion("com.microsoft::LayerNormalization", when=TRAINING)
 def contrib_layer_normalization(op, x, scale, bias=None, *, axis=-1, epsilon=1e-5, stash_type=1):
-    """The standard operator of the same name, which older opsets lack; three outputs."""
-    return op.LayerNormalization(
-        x, scale, bias, axis=axis, epsilon=epsilon, stash_type=stash_type, _outputs=3
+    """The standard operator of the same name, which older opsets lack; three outputs.
+
+    The scale may have another type than ``x``: the result has the type of the scale.
+    """
+    dtype, values = scale.dtype, [x, scale, bias]
+    if x.dtype != dtype:
+        values = [None if v is None else op.cast(v, ir.DataType.FLOAT) for v in values]
+    y, mean, inverse = op.LayerNormalization(
+        *values, axis=axis, epsilon=epsilon, stash_type=stash_type, _outputs=3
     )
+    return op.cast(y, dtype), mean, inverse
 
 
 @expansion("com.microsoft::SkipLayerNormalization", when=TRAINING)
@@ -135,7 +142,7 @@ def simplified_layer_normalization(op, x, scale, *, axis=-1, epsilon=1e-5, stash
     axes = list(range(axis % op.rank(x), op.rank(x)))
     wide = x if x.dtype == ir.DataType.DOUBLE else op.cast(x, ir.DataType(stash_type))
     root = op.Sqrt(op.Add(op.ReduceMean(op.Mul(wide, wide), axes, keepdims=1), epsilon))
-    return op.Mul(op.cast(op.Div(wide, root), x.dtype), scale), op.Reciprocal(root)
+    return op.Mul(op.cast(op.Div(wide, root), scale.dtype), scale), op.Reciprocal(root)
 
 
 @expansion("com.microsoft::SkipSimplifiedLayerNormalization", when=TRAINING)

@@ -22,6 +22,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.nodes import is_op, nodes, subgraphs_of
+from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
 from onnxtrain.graph.shapes.inference import infer_shapes
 from onnxtrain.graph.shapes.unknown import required_rank
@@ -186,13 +187,15 @@ def _reshape_state_like(body: ir.Graph, value: ir.Value, ref: ir.Value) -> ir.Va
 def add_squeeze_axes(model: ir.Model) -> list[str]:
     """Add axes to Squeeze nodes whose consumers imply a rank, in place.
 
-    A symbolic dimension counts as 1 or not, whichever results in that rank.
+    A symbolic dimension counts as 1 or not, whichever results in that rank. An output that
+    is declared a scalar keeps its batch.
     """
     graph = model.graph
     declared = {y: len(y.shape) for y in graph.outputs if y.shape is not None}
+    batches = {s for x in graph.inputs for d in (S.dims_of(x) or ())[:1] for s in D.symbols(d)}
     count = 0
     for node in nodes(graph, "Squeeze"):
-        axes = _squeeze_axes(node, declared)
+        axes = _squeeze_axes(node, declared, batches)
         if axes is None:
             continue
         name = f"{node.outputs[0].name}.axes"
@@ -210,7 +213,9 @@ def add_squeeze_axes(model: ir.Model) -> list[str]:
     return [f"{count} Squeeze node(s) got the axes that fit their readers"] if count else []
 
 
-def _squeeze_axes(node: ir.Node, declared: dict[ir.Value, int]) -> list[int] | None:
+def _squeeze_axes(
+    node: ir.Node, declared: dict[ir.Value, int], batches: set[str]
+) -> list[int] | None:
     x = node.inputs[0]
     dims = None if x is None else S.dims_of(x)
     if dims is None or (len(node.inputs) > 1 and node.inputs[1] is not None):
@@ -223,6 +228,9 @@ def _squeeze_axes(node: ir.Node, declared: dict[ir.Value, int]) -> list[int] | N
     if wanted == len(dims) - len(ones):
         return ones or None
     if wanted == len(dims) - len(ones) - len(symbols):
+        is_batch = any(batches.intersection(D.symbols(dims[i])) for i in symbols)
+        if wanted == 0 and is_batch and ones and required_rank(node.outputs[0], {}) is None:
+            return ones
         return sorted([*ones, *symbols])
     return None
 

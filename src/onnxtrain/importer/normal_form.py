@@ -21,7 +21,7 @@ from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes import dims_of, is_float, schema_of
 from onnxtrain.graph.shapes.dims import Dim
 from onnxtrain.graph.shapes.inference import infer_shapes, is_generated_symbol
-from onnxtrain.graph.shapes.unknown import record_root_graph
+from onnxtrain.graph.shapes.unknown import record_input_sizes
 from onnxtrain.graph.simplify import remove_dead, remove_identities
 from onnxtrain.importer.branches_and_loops import (
     add_squeeze_axes,
@@ -226,7 +226,7 @@ def _at_working_opset(
     after = model.opset_imports[""]
     if before != after:
         repairs.append(f"opset {before} brought to {after}")
-    record_root_graph(model.graph)
+    record_input_sizes(model.graph)
     lift_constants(model)
     drop_empty_squeeze_axes(model)
     _name_nodes(model)

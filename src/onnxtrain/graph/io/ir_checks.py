@@ -34,6 +34,7 @@ from onnxtrain.graph.io.proto_checks import (
     to_owned_tensor,
 )
 from onnxtrain.graph.nodes import subgraphs_of
+from onnxtrain.graph.opset_imports import RUNTIME_DOMAIN, record_load_repair
 
 NO_DATA = ProblemKind("initializers without data", "set the const_value of each initializer")
 NO_TYPE = ProblemKind(
@@ -268,6 +269,52 @@ def _own_attributes(attributes: MutableMapping[str, ir.Attr], files: Files) -> I
                 yield from attribute.value
 
 
+def repair_nodes(model: ir.Model) -> None:
+    """Rewrite nodes that onnxruntime loads although they are not valid, in place."""
+    for root in (model.graph, *(function.graph for function in model.functions.values())):
+        names = _Names(root)
+        pending = [root]
+        while pending:
+            for node in pending.pop():
+                pending += subgraphs_of(node)
+                if node.op_type in ("If", "Scan") and node.domain in ("", "ai.onnx"):
+                    for line in _separate_outputs(node, names):
+                        record_load_repair(model, f"{_label(node)}: {line}")
+                elif node.op_type in _UNCHECKED and node.domain in ("", "ai.onnx", RUNTIME_DOMAIN):
+                    for line in _drop_unknown_attributes(node):
+                        record_load_repair(model, f"{_label(node)}: {line}")
+
+
+def _separate_outputs(node: ir.Node, names: _Names) -> Iterator[str]:
+    """Make the outputs of each body different values, and those of a Scan no inputs.
+
+    onnxruntime fills only one of two equal outputs.
+    """
+    for body in subgraphs_of(node):
+        seen = set(body.inputs if node.op_type == "Scan" else ())
+        for i, value in enumerate(body.outputs):
+            if value in seen:
+                copy = ir.Node("", "Identity", [value])
+                (copied,) = copy.outputs
+                copied.name = names.unused(value.name or "")
+                copied.type, copied.shape = value.type, value.shape
+                body.append(copy)
+                body.outputs[i] = copied
+                yield f"output {quote(value.name)} of its body copied (onnxruntime loses a value)"
+            seen.add(body.outputs[i])
+
+
+# onnxruntime accepts any attribute of these operators and ignores the ones it does not know.
+_UNCHECKED = frozenset({"LayerNormalization", "SimplifiedLayerNormalization"})
+_LAYER_NORM_ATTRIBUTES = frozenset({"axis", "epsilon", "stash_type"})
+
+
+def _drop_unknown_attributes(node: ir.Node) -> Iterator[str]:
+    for name in [name for name in node.attributes if name not in _LAYER_NORM_ATTRIBUTES]:
+        del node.attributes[name]
+        yield f"unknown attribute {quote(name)} left out, which onnxruntime ignores"
+
+
 def _matches_declared_type(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
     if value.dtype not in (None, ir.DataType.UNDEFINED, tensor.dtype):
         return False
@@ -313,16 +360,19 @@ class _Names:
                 pending += subgraphs_of(node)
 
     def rename_shadowing(self, graph: ir.Graph, outer: tuple[set[str], ...]) -> None:
-        """Rename inputs and initializers that shadow an outer value.
+        """Rename the values of a subgraph that have the name of an outer value.
 
-        Shadowing is valid ONNX, but nodes added to this graph could not refer to the outer value.
+        Such names are valid ONNX (those of node outputs, if the outer value is computed later), but
+        nodes added to this graph could not refer to the outer value.
         """
-        for value in (*graph.inputs, *graph.initializers.values()):
+        computed = [y for node in graph for y in node.outputs if y.name]
+        for value in (*graph.inputs, *graph.initializers.values(), *computed):
             assert value.name is not None
             if any(value.name in names for names in outer):
-                value.name = self._unused(value.name)
+                value.name = self.unused(value.name)
 
-    def _unused(self, name: str) -> str:
+    def unused(self, name: str) -> str:
+        """Return an unused name that starts with ``name``."""
         number = self._next.get(name, 2)
         while f"{name}.{number}" in self._used:
             number += 1

@@ -327,7 +327,7 @@ def _scopes(body: Graph) -> Iterator[_Scope]:
 
 
 def _define(scope: _Scope, problems: Problems) -> None:
-    """Fill ``producer_index``; record names defined twice and outputs that shadow outer values."""
+    """Fill ``producer_index``; record names defined twice and outputs that hide outer values."""
     graph, producer_index = scope.graph, scope.producer_index
     for name in graph.inputs:
         if name in producer_index:
@@ -343,7 +343,7 @@ def _define(scope: _Scope, problems: Problems) -> None:
         for name in node.outputs:
             if not name:
                 continue
-            if _defining_scope(scope, name) is not None:
+            if _is_visible(scope, name):
                 problems.add(REDEFINED, f"{graph.where}{quote(name)}, again by {node}")
             producer_index[name] = index
 
@@ -353,6 +353,20 @@ def _defining_scope(scope: _Scope, name: str) -> _Scope | None:
     while inner is not None and name not in inner.producer_index:
         inner = inner.outer
     return inner
+
+
+def _is_visible(scope: _Scope, name: str) -> bool:
+    """Return whether a name is defined in a scope, or outside of it before the node that holds it.
+
+    A body may define a name that a later node of the graph around it defines, too.
+    """
+    if name in scope.producer_index:
+        return True
+    while scope.outer is not None:
+        holder, scope = scope.holder, scope.outer
+        if name in scope.producer_index:
+            return scope.producer_index[name] < holder
+    return False
 
 
 def _check_uses(scopes: list[_Scope], problems: Problems) -> bool:
@@ -773,21 +787,11 @@ def _count_errors(kind: str, actual: int, expected: int) -> Iterator[str]:
         yield f"the body has {actual} {kind}, expected {expected}"
 
 
-def _duplicate_outputs(body: ir.Graph | None) -> Iterator[str]:
-    """Yield an error for a value that a body returns twice: onnxruntime fills only one of them."""
-    outputs = [] if body is None else list(body.outputs)
-    duplicate = next((y for i, y in enumerate(outputs) if y in outputs[:i]), None)
-    if duplicate is not None:
-        name = quote(duplicate.name or "")
-        yield f"the body returns {name} twice; onnxruntime requires an Identity for one of them"
-
-
 def _check_if(node: ir.Node) -> Iterator[str]:
     for name in ("then_branch", "else_branch"):
         body = _body(node, name)
         if body is not None and len(body.outputs) < len(node.outputs):
             yield f"{name} has {len(body.outputs)} outputs, expected {len(node.outputs)}"
-        yield from _duplicate_outputs(body)
 
 
 def _check_loop(node: ir.Node) -> Iterator[str]:
@@ -814,11 +818,6 @@ def _check_scan(node: ir.Node) -> Iterator[str]:
     least = max(len(node.outputs), inputs - count.as_int())
     if len(body.outputs) < least:
         yield f"the body has {len(body.outputs)} outputs, expected {least}"
-    yield from _duplicate_outputs(body)
-    unchanged = next((y for y in body.outputs if y in body.inputs), None)
-    if unchanged is not None:
-        name = quote(unchanged.name or "")
-        yield f"the body returns its input {name}; onnxruntime requires an Identity in between"
     axes = node.attributes.get("scan_input_axes")
     if axes is not None and not axes.is_ref() and len(axes.as_ints()) != count.as_int():
         yield f"{len(axes.as_ints())} scan_input_axes, expected {count.as_int()}"

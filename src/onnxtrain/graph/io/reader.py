@@ -317,6 +317,7 @@ def _finish_load(model: ir.Model, problems: Problems, files: ir_checks.Files) ->
         supported = f"onnx {onnx.__version__} supports 1 to {onnx.IR_VERSION}"
         raise problems.refusal(NEW_IR, f"IR version {model.ir_version}, {supported}")
     import_runtime_domain(model)
+    ir_checks.repair_nodes(model)
     ir_checks.normalize_loaded(model, problems, files)
     problems.check()
     check_nodes(model, problems)

@@ -63,7 +63,7 @@ def _reshape(node: ir.Node, a: Attributes) -> _Dims:
         return None if rank is None else [None] * rank
     out: list[Dim] = list(target)
     for i, t in enumerate(target):
-        if t == 0 and not a["allowzero"]:
+        if t == 0 and not a.get("allowzero"):
             out[i] = dims[i] if dims is not None and i < len(dims) else None
     if -1 in out:
         inferred = out.index(-1)
@@ -206,7 +206,7 @@ def _reduce(node: ir.Node, a: Attributes) -> _Dims:
         return None
     count = vector_length(node, 1)
     if count == 0:
-        return dims if a["noop_with_empty_axes"] else [1] * len(dims) if a["keepdims"] else []
+        return dims if a.get("noop_with_empty_axes") else [1] * len(dims) if a["keepdims"] else []
     if a["keepdims"]:
         return [None] * len(dims)
     return None if count is None else [None] * (len(dims) - count)

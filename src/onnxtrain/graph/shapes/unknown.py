@@ -17,7 +17,7 @@ from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
 from onnxtrain.graph.shapes.symbolic import elements_in
 
-_ROOT = "onnxtrain.root"  # key in Graph.meta: the main graph, whose inputs users know
+_SIZES = "onnxtrain.sizes"  # key in Graph.meta: the symbolic sizes of the inputs of the user's file
 _GENERATED_PREFIXES = ("prepare/", "grad/", "step/")  # of names that are not in the user's file
 
 
@@ -31,11 +31,12 @@ def symbolic_sizes(graph: ir.Graph) -> list[str]:
     return list(names)
 
 
-def record_root_graph(root: ir.Graph) -> None:
-    """Record the main graph in all its subgraphs, for error messages."""
+def record_input_sizes(root: ir.Graph) -> None:
+    """Record the symbolic sizes of a file in its graph and all subgraphs, for error messages."""
+    root.meta[_SIZES] = sizes = tuple(symbolic_sizes(root))
     for node in root.all_nodes():
         for body in subgraphs_of(node):
-            body.meta[_ROOT] = root
+            body.meta[_SIZES] = sizes
 
 
 def unknown_rank_message(x: ir.Value) -> str:
@@ -48,10 +49,18 @@ def unknown_rank_message(x: ir.Value) -> str:
     if node is not None:
         lines.append(f"  node {node.name!r}: {_unknown_rank_reason(node)}")
     graph = node.graph if node is not None else origin.graph
-    sizes = symbolic_sizes(graph.meta.get(_ROOT, graph)) if isinstance(graph, ir.Graph) else []
+    inputs = graph.inputs if isinstance(graph, ir.Graph) else ()
+    sizes = graph.meta.get(_SIZES, ()) if isinstance(graph, ir.Graph) else ()
+    if node is not None:  # only the sizes that it reads, if all of them have names in the file
+        read = [d for v in node.inputs if v is not None for d in S.dims_of(v) or ()]
+        symbols = {s for d in read for s in D.symbols(d)}
+        if symbols <= {D.symbol(name) for name in sizes} and None not in read:
+            sizes = [name for name in sizes if D.symbol(name) in symbols] or sizes
     if sizes:
         example = ", ".join(f"{name!r}: 1" for name in sizes[:4])
         lines.append(f"hint: fix the sizes that it depends on, for example dims={{{example}}}")
+    elif all(v.shape is not None for v in inputs):
+        lines.append("hint: train only parameters that are used after it, with `train=`")
     else:
         lines.append("hint: declare the shapes of the model's inputs; symbolic sizes are enough")
     return "\n".join(lines)
