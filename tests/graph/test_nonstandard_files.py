@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import onnx
 import onnx.parser
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
@@ -21,7 +22,8 @@ SQUARE = RNG.normal(size=(4, 4)).astype(np.float32)
 
 def parse(text: str, opset: int = 17, **weights: np.ndarray) -> onnx.ModelProto:
     model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["" : {opset}]>\n{text}')
-    model.graph.initializer.extend(onnx.numpy_helper.from_array(v, k) for k, v in weights.items())
+    for name, value in weights.items():
+        model.graph.initializer.append(ir.to_proto(ir.Tensor(value, name=name)))
     return model
 
 
@@ -116,7 +118,7 @@ def test_a_scan_body_has_names_that_later_nodes_around_it_have() -> None:
 def test_a_scan_body_has_a_name_of_an_earlier_node() -> None:
     """onnxruntime refuses these."""
     model = scan(PLAIN)
-    model.graph.node.insert(0, onnx.helper.make_node("Neg", ["zero"], ["a"]))
+    model.graph.node.insert(0, onnx.NodeProto(op_type="Neg", input=["zero"], output=["a"]))
     with pytest.raises(Exception, match="a"):
         run(model, x=np.zeros((5, 2, 4), np.float32))
     with pytest.raises(LoadError, match="'a', again by node of 'a' \\(MatMul\\)"):

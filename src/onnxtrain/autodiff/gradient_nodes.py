@@ -39,8 +39,14 @@ _CONNECTED_DOMAIN, _CONNECTED = "onnxtrain.gradients", "Gradient"
 
 def present(model: ir.Model) -> bool:
     """Return whether the model or one of its functions has a Gradient node."""
-    graphs = [model.graph, *(f.graph for f in model.functions.values())]
-    return any(_is_gradient(n) for graph in graphs for n in graph.all_nodes())
+    # all_nodes() fails on graphs that are parameters of a function.
+    pending = [model.graph, *(f.graph for f in model.functions.values())]
+    while pending:
+        for node in pending.pop():
+            if _is_gradient(node):
+                return True
+            pending += subgraphs_of(node)
+    return False
 
 
 def _is_gradient(node: ir.Node) -> bool:
