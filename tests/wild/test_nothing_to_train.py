@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,17 @@ def test_a_model_without_tensors_is_not_told_to_name_some():
     with pytest.raises(PrepareError, match="no float tensor") as refusal:
         build(proto, loss="mse", optimizer="sgd")
     assert "`train`" not in str(refusal.value)
+
+
+def test_the_tensors_of_the_hint_train_when_they_are_named() -> None:
+    nodes = [node("Sub", "x offset", "h"), node("Div", "h scale", "y")]
+    weights = {"scale": random(8), "offset": random(8), "unused": random(8)}
+    proto = model(nodes, X, Y, weights)
+    with pytest.raises(PrepareError) as refusal:
+        build(proto, loss="mse", optimizer="sgd")
+    _, _, names = str(refusal.value).partition("train=")
+    artifacts = build(proto, loss="mse", optimizer="sgd", train=ast.literal_eval(names))
+    assert {p.name for p in artifacts.manifest.parameters} == {"scale", "offset"}
 
 
 def test_integer_arithmetic_is_not_sent_to_adapters() -> None:

@@ -26,6 +26,7 @@ from onnxtrain.autodiff.selection import (
     expand_selectors,
     flowing_inputs,
     match,
+    reaching,
     trainable,
 )
 from onnxtrain.checkpoint import load_checkpoint
@@ -185,7 +186,7 @@ def _nothing_to_train(base: Prepared, train: Names, freeze: Names) -> str:
         last = _last_differentiable_values(base.graph, cut_off)
         if not (integers or reasons or cut_off) and any("::TreeEnsemble" in key for key in counts):
             return "\n".join([*lines, _TREES_HINT])
-        lines.append(_hint(bool(integers), bool(reasons or cut_off), last))
+        lines.append(_hint(bool(integers), _reached(base), bool(cut_off), last))
     return "\n".join(lines)
 
 
@@ -222,7 +223,18 @@ def _last_differentiable_values(graph: ir.Graph, weights: Sequence[str]) -> list
     return [n for n in last if n not in graph.initializers]
 
 
-def _hint(integers: bool, tensors: bool, last: Sequence[str]) -> str:
+def _reached(base: Prepared) -> list[str]:
+    """Return the float tensors of the file that do not train by default but can if named."""
+    useful = reaching(base.graph)
+    statistics = batch_statistics(base.graph)
+    return [
+        name
+        for name, x in base.graph.initializers.items()
+        if x in useful and x not in statistics and not S.is_generated_constant(x)
+    ]
+
+
+def _hint(integers: bool, tensors: Sequence[str], cut_off: bool, last: Sequence[str]) -> str:
     """Return the hint for a model with these kinds of tensors."""
     if last:
         return (
@@ -235,7 +247,9 @@ def _hint(integers: bool, tensors: bool, last: Sequence[str]) -> str:
             "and straight_through=True trains through quantized activations"
         )
     if tensors:
-        return "hint: name tensors in `train` to train them"
+        return f"hint: name the tensors to train: train={list(tensors[:2])!r}"
+    if cut_off:
+        return "hint: train the model inside these operators by itself, before it is wrapped"
     return "hint: attributes do not train; export the model with its weights as initializers"
 
 

@@ -272,36 +272,13 @@ def _own_attributes(attributes: MutableMapping[str, ir.Attr], files: Files) -> I
 def repair_nodes(model: ir.Model) -> None:
     """Rewrite nodes that onnxruntime loads although they are not valid, in place."""
     for root in (model.graph, *(function.graph for function in model.functions.values())):
-        names = _Names(root)
         pending = [root]
         while pending:
             for node in pending.pop():
                 pending += subgraphs_of(node)
-                if node.op_type in ("If", "Scan") and node.domain in ("", "ai.onnx"):
-                    for line in _separate_outputs(node, names):
-                        record_load_repair(model, f"{_label(node)}: {line}")
-                elif node.op_type in _UNCHECKED and node.domain in ("", "ai.onnx", RUNTIME_DOMAIN):
+                if node.op_type in _UNCHECKED and node.domain in ("", "ai.onnx", RUNTIME_DOMAIN):
                     for line in _drop_unknown_attributes(node):
                         record_load_repair(model, f"{_label(node)}: {line}")
-
-
-def _separate_outputs(node: ir.Node, names: _Names) -> Iterator[str]:
-    """Make the outputs of each body different values, and those of a Scan no inputs.
-
-    onnxruntime fills only one of two equal outputs.
-    """
-    for body in subgraphs_of(node):
-        seen = set(body.inputs if node.op_type == "Scan" else ())
-        for i, value in enumerate(body.outputs):
-            if value in seen:
-                copy = ir.Node("", "Identity", [value])
-                (copied,) = copy.outputs
-                copied.name = names.unused(value.name or "")
-                copied.type, copied.shape = value.type, value.shape
-                body.append(copy)
-                body.outputs[i] = copied
-                yield f"output {quote(value.name)} of its body copied (onnxruntime loses a value)"
-            seen.add(body.outputs[i])
 
 
 # onnxruntime accepts any attribute of these operators and ignores the ones it does not know.
@@ -369,10 +346,9 @@ class _Names:
         for value in (*graph.inputs, *graph.initializers.values(), *computed):
             assert value.name is not None
             if any(value.name in names for names in outer):
-                value.name = self.unused(value.name)
+                value.name = self._unused(value.name)
 
-    def unused(self, name: str) -> str:
-        """Return an unused name that starts with ``name``."""
+    def _unused(self, name: str) -> str:
         number = self._next.get(name, 2)
         while f"{name}.{number}" in self._used:
             number += 1

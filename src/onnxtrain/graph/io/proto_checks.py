@@ -787,11 +787,21 @@ def _count_errors(kind: str, actual: int, expected: int) -> Iterator[str]:
         yield f"the body has {actual} {kind}, expected {expected}"
 
 
+def _duplicate_outputs(body: ir.Graph | None) -> Iterator[str]:
+    """Yield an error for a value that a body returns twice: onnxruntime fills only one of them."""
+    outputs = [] if body is None else list(body.outputs)
+    duplicate = next((y for i, y in enumerate(outputs) if y in outputs[:i]), None)
+    if duplicate is not None:
+        name = quote(duplicate.name or "")
+        yield f"the body returns {name} twice; onnxruntime requires an Identity for one of them"
+
+
 def _check_if(node: ir.Node) -> Iterator[str]:
     for name in ("then_branch", "else_branch"):
         body = _body(node, name)
         if body is not None and len(body.outputs) < len(node.outputs):
             yield f"{name} has {len(body.outputs)} outputs, expected {len(node.outputs)}"
+        yield from _duplicate_outputs(body)
 
 
 def _check_loop(node: ir.Node) -> Iterator[str]:
@@ -818,6 +828,11 @@ def _check_scan(node: ir.Node) -> Iterator[str]:
     least = max(len(node.outputs), inputs - count.as_int())
     if len(body.outputs) < least:
         yield f"the body has {len(body.outputs)} outputs, expected {least}"
+    yield from _duplicate_outputs(body)
+    unchanged = next((y for y in body.outputs if y in body.inputs), None)
+    if unchanged is not None:
+        name = quote(unchanged.name or "")
+        yield f"the body returns its input {name}; onnxruntime requires an Identity in between"
     axes = node.attributes.get("scan_input_axes")
     if axes is not None and not axes.is_ref() and len(axes.as_ints()) != count.as_int():
         yield f"{len(axes.as_ints())} scan_input_axes, expected {count.as_int()}"
