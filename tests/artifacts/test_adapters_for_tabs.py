@@ -96,7 +96,7 @@ def test_frozen_weights_are_written_once(base: Path, tmp_path: Path) -> None:
 
 
 def test_the_manifest_has_the_names_of_adapters(base: Path, tmp_path: Path) -> None:
-    adapted = onnxtrain.lora(base, rank=4, alpha=6, targets="all-linear")
+    adapted = onnxtrain.lora(base, rank=4, alpha=6, targets="all-linear", family="llama")
     adapted.export_peft(tmp_path / "peft")
     table = built(base).manifest.options["adapters"]
     written = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())

@@ -177,7 +177,7 @@ class LocalRound:
         size = settings.batch_size or self.trainer.fixed_batch or 32
         source = as_source(data, self.trainer.batch_specs, batch_size=size)
         samples = getattr(source, "samples", None)
-        return int(samples) if samples else sum(b.size for b in source.batches(0))
+        return int(samples or sum(b.size for b in source.batches(0)))
 
 
 def client_app(
