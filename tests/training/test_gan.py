@@ -19,7 +19,7 @@ TRAINING = "ai.onnx.preview.training"
 
 def net(seed: int, outputs: int, extra: str = "") -> onnx.ModelProto:
     rng = np.random.default_rng(seed)
-    result = "float[N,1] score, float[N,2] slope" if extra else f"float[N,{outputs}] y"
+    result = "float[N,1] score, float[N,2] gradient" if extra else f"float[N,{outputs}] y"
     model = onnx.parser.parse_model(
         f"""<ir_version: 10, opset_import: ["" : 21, "{TRAINING}" : 1]>
         net (float[N,2] x) => ({result}) {{
@@ -79,16 +79,16 @@ def test_a_gan_of_two_trainers_equals_torch() -> None:
         np.testing.assert_array_equal(maker.parameters[f"c.{name}"], judge.parameters[name])
 
 
-def penalized(op: OpBuilder, score: ir.Value, slope: ir.Value) -> ir.Value:
-    """Wasserstein loss; on points whose sign is 0 the norm of the slope is to be 1."""
+def penalized(op: OpBuilder, score: ir.Value, gradient: ir.Value) -> ir.Value:
+    """Wasserstein loss; on points whose sign is 0 the norm of the gradient is to be 1."""
     sign = op.input("sign", ir.DataType.FLOAT, ["N", 1])
-    norm = op.Sqrt(op.ReduceSum(slope**2, [1], keepdims=1))
+    norm = op.Sqrt(op.ReduceSum(gradient**2, [1], keepdims=1))
     inside = op.Sub(1.0, op.Abs(sign))
     return op.ReduceMean(sign * score + 10.0 * inside * (norm - 1.0) ** 2, keepdims=0)
 
 
 def test_a_gradient_penalty_of_a_loss_function_equals_torch() -> None:
-    critic = net(3, 1, f'slope = {TRAINING}.Gradient<xs = ["x"], y = "score">(x)')
+    critic = net(3, 1, f'gradient = {TRAINING}.Gradient<xs = ["x"], y = "score">(x)')
     trainer = Trainer(build(critic, loss=penalized, optimizer="sgd:lr=0.05"))
     w, rng = torch_weights(critic), np.random.default_rng(0)
     optimizer = torch.optim.SGD(w.values(), 0.05)
@@ -98,8 +98,8 @@ def test_a_gradient_penalty_of_a_loss_function_equals_torch() -> None:
         batch = np.concatenate([real + 2, fake, (real + 2 + fake) / 2])
         x, s = torch.tensor(batch).requires_grad_(), torch.tensor(sign)
         score = forward(w, x)
-        (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
-        norm = slope.norm(dim=1, keepdim=True)
+        (gradient,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+        norm = gradient.norm(dim=1, keepdim=True)
         loss = (s * score + 10 * (1 - s.abs()) * (norm - 1) ** 2).mean()
         optimizer.zero_grad()
         loss.backward()
