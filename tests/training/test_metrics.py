@@ -15,7 +15,7 @@ import torch
 from sklearn import metrics as sk
 from sklearn.preprocessing import label_binarize
 
-from onnxtrain import losses
+from onnxtrain import examples, losses
 from onnxtrain.artifacts.build import build
 from onnxtrain.errors import OnnxTrainError, PrepareError, ShapeError
 from onnxtrain.losses.metrics import DATA_SET_METRICS
@@ -375,6 +375,24 @@ def test_early_stopping_restores_the_best_epoch(saved: bool, tmp_path: Path) -> 
     got = trainer.evaluate(data(64, seed=1), metrics=["f1"])
     assert got.metrics["f1"] == history.best["val_f1"] == max(r["val_f1"] for r in history.epochs)
     assert trainer.global_step == history.best["step"] < history.epochs[-1]["step"]
+
+
+def test_early_stopping_follows_the_monitor_of_fit() -> None:
+    digits = examples.digits_data(200)
+    artifacts = build(examples.digits_model(), loss="cross_entropy", optimizer="adamw:lr=0.01")
+    stopping = EarlyStopping(5, restore_best=True)
+    trainer = Trainer(artifacts)
+    trainer.fit(
+        digits,
+        epochs=3,
+        validation=digits,
+        metrics={"quality": lambda t, p: float((t == p).mean())},
+        monitor="max:val_quality",
+        callbacks=[stopping],
+        progress=False,
+    )
+    assert (stopping.monitor, stopping.mode) == ("val_quality", "max")
+    assert stopping.value is not None
 
 
 def test_restore_best_after_a_resume(tmp_path: Path) -> None:

@@ -166,7 +166,8 @@ class EarlyStopping(Best):
 
     Args:
         patience: number of epochs without an improvement.
-        monitor: as in :class:`Best`; also that of the run, unless ``fit`` gets one.
+        monitor: as in :class:`Best`; also that of the run, unless ``fit`` gets one. Without it,
+            that of ``fit``.
         mode: as in :class:`Best`.
         min_delta: as in :class:`Best`.
         restore_best: continue with weights, optimizer state and step counter of the best epoch
@@ -191,8 +192,10 @@ class EarlyStopping(Best):
         self._copy: tuple[dict[str, Any], int] | None = None
 
     def on_start(self, run: Run) -> None:
-        """Check that the run keeps the epoch to restore."""
+        """Follow the monitor of ``fit``; check that the run keeps the epoch to restore."""
         self._copy = None
+        if self.monitor is None:
+            self.monitor, self.mode = run.best.monitor, self.mode or run.best.mode
         if self.restore_best and run.workers is not None:
             raise OnnxTrainError(
                 "restore_best=True is not supported in several workers\n"
