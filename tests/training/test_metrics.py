@@ -377,6 +377,18 @@ def test_early_stopping_restores_the_best_epoch(saved: bool, tmp_path: Path) -> 
     assert trainer.global_step == history.best["step"] < history.epochs[-1]["step"]
 
 
+def test_a_function_that_calls_scikit_learn_gets_labels() -> None:
+    digits = examples.digits_data(200)
+    trainer = Trainer(build(examples.digits_model(), loss="cross_entropy", optimizer="sgd"))
+    f1 = {"f1": lambda t, p: sk.f1_score(t, p, average="macro")}
+    logits = trainer.predict(digits)["logits"]
+    expected = sk.f1_score(digits["labels"], logits.argmax(1), average="macro")
+    assert trainer.evaluate(digits, metrics=f1).metrics["f1"] == pytest.approx(expected)
+    broken = {"broken": lambda t, p: t.missing}
+    with pytest.raises(OnnxTrainError, match="metric 'broken' failed: AttributeError"):
+        trainer.evaluate(digits, metrics=broken)
+
+
 def test_early_stopping_follows_the_monitor_of_fit() -> None:
     digits = examples.digits_data(200)
     artifacts = build(examples.digits_model(), loss="cross_entropy", optimizer="adamw:lr=0.01")

@@ -10,12 +10,12 @@ a data set, outside the graph: F1 or AUC is not a mean over batches. In reading 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -115,7 +115,7 @@ class Metrics:
         return Comparison(targets, outputs)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _explained(name: str, comparison: Comparison) -> Iterator[None]:
     """Name the metric in errors, and say what it got."""
     try:
@@ -212,7 +212,8 @@ def _call(metric: Callable[..., Any], comparison: Comparison) -> Any:
     """Return ``metric(targets, predictions)``.
 
     Functions of scikit-learn get what its classifiers return: class labels as ``y_pred``,
-    probabilities as ``y_score``. Functions of torchmetrics take predictions first.
+    probabilities as ``y_score``. Functions of torchmetrics take predictions first. Other functions
+    get the output of the model, and class labels if they fail on it: often they call scikit-learn.
     """
     inner = metric.func if isinstance(metric, functools.partial) else metric
     library = str(getattr(inner, "__module__", "")).partition(".")[0]
@@ -220,7 +221,14 @@ def _call(metric: Callable[..., Any], comparison: Comparison) -> Any:
     if library == "torchmetrics":
         return metric(_tensors(predictions), _tensors(targets))
     if library != "sklearn" or isinstance(targets, Mapping):
-        return metric(targets, predictions)
+        try:
+            return metric(targets, predictions)
+        except Exception as error:
+            if isinstance(targets, Mapping) or not comparison.classifies:
+                raise
+            with contextlib.suppress(Exception):
+                return metric(comparison.labels, comparison.classes)
+            raise error from None
     if not comparison.classifies:
         return metric(_flat_column(targets), _flat_column(predictions))
     second = [*inspect.signature(inner).parameters, "", ""][1]
