@@ -348,7 +348,8 @@ def test_nothing_left_says_why_for_each_tensor():
     text = str(refusal.value)
     assert "not trained, an exponent: 1: two" in text
     assert "not trained, a single number in arithmetic: 1: half" in text
-    assert "`train`" in text
+    assert "hint: name the tensors to train: train=['two', 'half']" in text
+    build(proto, loss="mse", optimizer="sgd", train=["two", "half"])
 
 
 def test_weights_without_a_path_to_an_output_are_told():
