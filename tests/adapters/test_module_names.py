@@ -125,8 +125,7 @@ def test_a_module_without_a_rule_is_refused_by_name(tmp_path: Path) -> None:
             x.name = str(x.name).replace("attn.o_proj", "moe.router")
     adapted = onnxtrain.lora(model, 2, targets="*.router", family="llama")
     assert adapted.peft_problem == (
-        "there is no rule for the names of 'llama' in transformers: model.layers.0.moe.router "
-        "and 1 more"
+        "no rule for the names of 'llama' in transformers: model.layers.0.moe.router and 1 more"
     )
 
 

@@ -133,7 +133,7 @@ class Adapted:
             return None
         family = repr(self.family) if self.family else "an unknown model_type"
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-        return f"there is no rule for the names of {family} in transformers: {unknown[0]}{more}"
+        return f"no rule for the names of {family} in transformers: {unknown[0]}{more}"
 
     def with_parameters(self, arrays: Mapping[str, np.ndarray]) -> Adapted:
         """Return a copy with other values of the adapters."""

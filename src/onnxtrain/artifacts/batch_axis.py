@@ -9,7 +9,7 @@ constants:
 
 A batch inside a merged axis (``[sequence, batch*heads, size]`` of attention) is followed by its
 place in memory. Where a constant allows several readings, one is chosen: the result is always
-compared with the file, two and three examples at once against each example by itself.
+compared with the file, two and three examples at once against each example alone.
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ def _constant(node: ir.Node) -> ir.TensorProtocol | None:
 
 
 def _input_axis(graph: ir.Graph, position: str) -> tuple[ir.Value | None, int]:
-    """Return the input and the axis of ``x[0]``; ``None`` if there is no such axis."""
+    """Return the input and the axis of ``x[0]``; ``None`` if it does not exist."""
     name, _, rest = position.rpartition("[")
     x = next((x for x in graph.inputs if x.name == name), None)
     axis = rest.removesuffix("]")

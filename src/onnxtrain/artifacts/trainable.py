@@ -249,7 +249,7 @@ def _hint(integers: bool, tensors: Sequence[str], cut_off: bool, last: Sequence[
     if tensors:
         return f"hint: name the tensors to train: train={list(tensors[:2])!r}"
     if cut_off:
-        return "hint: train the model inside these operators by itself, before it is wrapped"
+        return "hint: train the model inside these operators before it is wrapped"
     return "hint: attributes do not train; export the model with its weights as initializers"
 
 

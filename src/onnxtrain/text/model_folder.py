@@ -307,8 +307,8 @@ def read_settings(path: Path) -> Settings:
     """Return the content of a configuration file.
 
     Raises:
-        LoadError: if it is no JSON object, over a size limit, not a file, or a link that leads out
-            of the folder.
+        LoadError: if it is not a JSON object, over a size limit, not a file, or a link that leads
+            out of the folder.
     """
     if not os.path.lexists(path):
         return Settings(path, {})

@@ -100,7 +100,7 @@ class Best(Callback):
         """Return whether a larger value is better.
 
         Raises:
-            OnnxTrainError: if there is no mode, and the name says nothing.
+            OnnxTrainError: if ``mode`` is missing and cannot be derived from the name.
         """
         if self.mode is not None:
             return self.mode == "max"

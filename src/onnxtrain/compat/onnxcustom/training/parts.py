@@ -11,7 +11,7 @@ from onnxtrain.compat.onnxcustom.utils.onnx_helper import save_onnx_graph
 class Part:
     """An object with settings that can be compared, printed, pickled, copied and saved.
 
-    It has no ``get_params``: scikit-learn's ``clone`` copies what is no estimator.
+    It has no ``get_params``: scikit-learn's ``clone`` copies objects without it.
     """
 
     def _settings(self) -> str:
