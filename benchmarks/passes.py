@@ -8,18 +8,18 @@
     python -m benchmarks.passes --processes 8                     # nets side by side, a core each
     python -m benchmarks.passes --write                           # stored rows into docs/speed.md
 
-Each net is built with everything on and once more without one pass, preference or threshold. Where
-the two builds differ, their steps run in turns, and the ratio of times is the median over the
-rounds: below 1 the pass pays. Two trainers of the same build differ by a few percent, because their
-memory lies elsewhere. So trainers are new for every repetition, and a pass has an effect
-where all repetitions lie on the same side of 1 by more than `NOISE`. The first row of a net
-compares a build with itself.
+Each net is built with everything on, and again without each pass, preference or threshold. The
+steps of all builds that differ run in turns, a few builds at a time, and the ratio of times is the
+median over the rounds: below 1 the pass pays. Two trainers of the same build differ by a few
+percent, because their memory lies elsewhere. So trainers are new for every repetition, and a pass
+has an effect where all repetitions lie on the same side of 1 by more than `NOISE`. The first row of
+a net compares a build with itself.
 
 Times are processor time of one thread on the CPU and wall-clock time on a GPU. Rows that the JSON
 file has already are not measured again, so that a run may be split (`--nets`, `--passes`) or
 continued. With `--processes`, nets are measured side by side: on the CPU each on a core of its own,
-on a GPU one at a time while the others build. `--models` names the folder of exported nets;
-exporting needs torch, and so does measuring on a GPU.
+on a GPU one at a time while others are built and loaded. `--models` names the folder of exported
+nets; exporting needs torch, and so does measuring on a GPU.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ PAGE = ROOT / "docs" / "speed.md"
 REPEATS = {"cpu": 5, "cuda": 2}
 ROUNDS, SLICE = 4, 0.1
 """Rounds of a repetition, and seconds that each side runs in a round."""
+GROUP = 6
+"""Builds that are in memory at once, beside the one with everything on."""
 NOISE = 0.005
 """A repetition whose ratio is this close to 1 shows no effect."""
 ITSELF = "(itself)"
@@ -188,15 +190,23 @@ def build(name: str, path: Path, target: str, switch: Switch | None, folder: str
 class Runner:
     """A trainer of a build, and the memory that it takes on a device."""
 
-    def __init__(self, net: AnyNet, folder: str, target: str) -> None:
-        self._batch, self._gpu = net.batch(), target == "cuda"
-        before = _device_megabytes() if self._gpu else 0.0
+    def __init__(self, net: AnyNet, folder: str, target: str, *, weigh: bool) -> None:
+        self._batch, self._gpu, self._weigh = net.batch(), target == "cuda", weigh
+        before = self._used()
         device = "cuda" if self._gpu else "cpu"
         self._trainer = onnxtrain.Trainer(folder, device=device, threads=1)
         self._trainer.lr = 1e-6
-        for _ in range(4):  # warm-up, capture and its check, and one replay
+        self.megabytes = self._used() - before
+
+    def _used(self) -> float:
+        return _device_megabytes() if self._gpu and self._weigh else 0.0
+
+    def warm_up(self) -> None:
+        """Train until steps are replayed on a device: warm-up, capture and its check, a replay."""
+        before = self._used()
+        for _ in range(4):
             self.step()
-        self.megabytes = _device_megabytes() - before if self._gpu else 0.0
+        self.megabytes += self._used() - before
 
     def step(self) -> None:
         """Train a step; reading the loss waits for the device."""
@@ -212,41 +222,89 @@ class Runner:
 
 
 def _device_megabytes() -> float:
-    import torch
-
+    """Return the memory that this process takes on its device, as `nvidia-smi` counts it."""
     gc.collect()
-    torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
-    return (total - free) / 2**20
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+    used = dict(line.split(",") for line in lines)
+    return float(used.get(str(os.getpid()), 0))
 
 
-def compare(net: AnyNet, folders: tuple[str, str], target: str, repeats: int) -> dict[str, Any]:
-    """Return how the time of a step of the first build compares with that of the second."""
-    ratios, every, megabytes = [], ([], []), (0.0, 0.0)
-    for repeat in range(repeats):
-        order = (0, 1) if repeat % 2 else (1, 0)
-        runners = {side: Runner(net, folders[side], target) for side in order}
-        steps = max(int(SLICE / max(r.seconds(2) for r in runners.values())), 1)
-        times: tuple[list[float], list[float]] = ([], [])
+@dataclasses.dataclass
+class Times:
+    """What a build took beside the build with everything on, over all repetitions."""
+
+    folder: str
+    ratios: list[float] = dataclasses.field(default_factory=list)
+    own: list[float] = dataclasses.field(default_factory=list)
+    base: list[float] = dataclasses.field(default_factory=list)
+    megabytes: tuple[float, float] = (0.0, 0.0)
+    failure: str = ""
+
+    def row(self, target: str) -> dict[str, Any]:
+        """Return the columns of a result."""
+        if self.failure:  # operators that the runtime lacks
+            return {"changes": True, "fails": self.failure}
+        row: dict[str, Any] = {
+            "with_ms": round(1e3 * statistics.median(self.base), 3),
+            "without_ms": round(1e3 * statistics.median(self.own), 3),
+            "ratio": round(statistics.median(self.ratios), 4),
+            "low": round(min(self.ratios), 4),
+            "high": round(max(self.ratios), 4),
+        }
+        if target == "cuda":
+            row |= dict(zip(("with_mb", "without_mb"), map(round, self.megabytes), strict=True))
+        return row
+
+
+def compare(
+    net: AnyNet, base: str, others: Sequence[str], target: str, repeats: int
+) -> list[Times]:
+    """Time the steps of a build, and of others without something, in turns."""
+    found = []
+    for start in range(0, len(others), GROUP):
+        group = [Times(folder) for folder in others[start : start + GROUP]]
+        for repeat in range(repeats):
+            _repeat(net, Times(base), group, target, repeat)
+        found += group
+    return found
+
+
+def _repeat(net: AnyNet, base: Times, group: list[Times], target: str, repeat: int) -> None:
+    order = [base, *group] if repeat % 2 else [*group, base]
+    runners: dict[int, Runner] = {}
+    for side in [s for s in order if not s.failure]:
+        with _failures(side):
+            runners[id(side)] = Runner(net, side.folder, target, weigh=repeat == 0)
+    with turn(target):
+        for side in [s for s in order if not s.failure]:
+            with _failures(side):
+                runners[id(side)].warm_up()
+        if base.failure:
+            raise onnxtrain.OnnxTrainError(base.failure)
+        order = [side for side in order if not side.failure]
+        steps = {id(s): max(int(SLICE / runners[id(s)].seconds(2)), 1) for s in order}
+        rounds = []
         for i in range(ROUNDS):
-            for side in (0, 1) if i % 2 else (1, 0):
-                times[side].append(runners[side].seconds(steps))
-        ratios.append(statistics.median(a / b for a, b in zip(*times, strict=True)))
-        for side in (0, 1):
-            every[side].extend(times[side])
-        megabytes = (runners[0].megabytes, runners[1].megabytes)
-        del runners
+            sides = order if i % 2 else order[::-1]
+            rounds.append({id(s): runners[id(s)].seconds(steps[id(s)]) for s in sides})
+        for side in order:
+            side.base += [r[id(base)] for r in rounds]
+            side.own += [r[id(side)] for r in rounds]
+            side.ratios.append(statistics.median(r[id(base)] / r[id(side)] for r in rounds))
+            if repeat == 0:
+                side.megabytes = (runners[id(base)].megabytes, runners[id(side)].megabytes)
+        runners.clear()
         gc.collect()
-    row: dict[str, Any] = {
-        "with_ms": round(1e3 * statistics.median(every[0]), 3),
-        "without_ms": round(1e3 * statistics.median(every[1]), 3),
-        "ratio": round(statistics.median(ratios), 4),
-        "low": round(min(ratios), 4),
-        "high": round(max(ratios), 4),
-    }
-    if target == "cuda":
-        row |= {"with_mb": round(megabytes[0]), "without_mb": round(megabytes[1])}
-    return row
+
+
+@contextlib.contextmanager
+def _failures(side: Times) -> Iterator[None]:
+    """Note that a build does not run."""
+    try:
+        yield
+    except onnxtrain.OnnxTrainError as error:
+        side.failure = str(error).splitlines()[0][:200]
 
 
 def effect(row: dict[str, Any]) -> int:
@@ -277,18 +335,22 @@ def measure(
         again = Switch("itself", ITSELF)
         queue = [again] if (net.name, ITSELF) not in known else []
         queue += chosen
+        rows = {s: {"net": net.name, "kind": s.kind, "name": s.name} for s in queue}
+        folders: dict[Switch, str] = {}
         builds = [(s, run(build, net.name, path, target, s, folder)) for s in queue]
         for s, built in builds:
-            row = {"net": net.name, "kind": s.kind, "name": s.name}
             try:
                 other = built.result()
-                row["changes"] = other.digest != base.digest
-                if row["changes"] or s == again:
-                    with turn(target):
-                        folders = (base.folder, other.folder)
-                        row |= compare(net, folders, target, options.repeats)
-            except onnxtrain.OnnxTrainError as error:  # operators that the runtime lacks
-                row |= {"changes": True, "fails": str(error).splitlines()[0][:200]}
+            except onnxtrain.OnnxTrainError as error:
+                rows[s] |= {"changes": True, "fails": str(error).splitlines()[0][:200]}
+                continue
+            rows[s]["changes"] = other.digest != base.digest
+            if rows[s]["changes"] or s == again:
+                folders[s] = other.folder
+        times = compare(net, base.folder, list(folders.values()), target, options.repeats)
+        for s, measured in zip(folders, times, strict=True):
+            rows[s] |= measured.row(target)
+        for row in rows.values():
             keep(row)
 
 

@@ -49,7 +49,8 @@ def test_builds_that_differ_are_measured(tmp_path: Path) -> None:
     assert switch in base.used
     other = passes.build(net.name, path, "cpu", switch, str(tmp_path))
     assert other.digest != base.digest
-    row = passes.compare(net, (base.folder, other.folder), "cpu", 1)
+    (times,) = passes.compare(net, base.folder, [other.folder], "cpu", 1)
+    row = times.row("cpu")
     assert row["low"] == row["ratio"] == row["high"] > 0
 
 

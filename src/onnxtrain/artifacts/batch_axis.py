@@ -330,7 +330,7 @@ def _not_fixed(graph: ir.Graph, position: str, size: str) -> str:
         if isinstance(d, int)
     ]
     return (
-        f"dims={{{position!r}: {size!r}}}: there is no such fixed size to name\n"
+        f"dims={{{position!r}: {size!r}}} does not name a fixed axis\n"
         f"hint: the fixed sizes are {', '.join(axes) or 'none: all are symbolic'}"
     )
 

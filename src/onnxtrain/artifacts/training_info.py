@@ -12,7 +12,7 @@ training_info[1]          evaluation: loss and metrics, no update
 
 An algorithm must not use a name of the graph, so its own names start with ``training/``. What a
 trainer feeds at each step comes from initializers: ``step`` counts the updates, ``learning_rate``
-is an input with a default, ``seed`` seeds dropout. Metadata tells :func:`from_proto` the manifest
+is an input with a default, ``seed`` seeds dropout. Metadata gives :func:`from_proto` the manifest
 and what was added, so that reading returns the models as they were. A file of another program has
 no such metadata; :func:`import_algorithm` reads it.
 """

@@ -119,7 +119,7 @@ def _report(schema: onnx.defs.OpSchema) -> OperatorReport:
     name, since = schema.name, schema.since_version
     key = name if schema.domain == "" else f"{schema.domain}::{name}"
     if key == GRADIENT:
-        return OperatorReport(name, since, "decomposed", "the derivative that it stands for")
+        return OperatorReport(name, since, "decomposed", "the derivative that it defines")
     if schema.deprecated:
         successor = _SUCCESSORS.get(name)
         how = "missing" if successor is None else "decomposed"

@@ -1,4 +1,4 @@
-"""Replace ``Gradient`` nodes of ``ai.onnx.preview.training`` by the derivative that they stand for.
+"""Replace ``Gradient`` nodes of ``ai.onnx.preview.training`` by the derivative that they define.
 
 A Gradient node names a function in its attributes: ``y`` as a function of ``xs`` and ``zs``, which
 are values of the same graph. Its inputs are the values at which the gradients of ``y`` with respect

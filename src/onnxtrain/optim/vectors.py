@@ -1,7 +1,7 @@
 """Join parameters into vectors, so that one update serves many of them.
 
 A node costs some microseconds whatever the size of its tensors, and a small model has more nodes in
-its update than in all its layers. An optimizer that works on each element by itself
+its update than in all its layers. An optimizer that works on each element separately
 (:attr:`Optimizer.elementwise`) computes the same on a concatenation of tensors as on the tensors.
 
 The file in order: :class:`Pack` concatenates and splits tensors, as graph nodes and as arrays;

@@ -288,7 +288,7 @@ def session_options(threads: int | None, *, as_shipped: bool = False) -> Any:
     """Return the session options of training; ``as_shipped`` allows fused integer kernels."""
     ort = import_onnxruntime()
     options = ort.SessionOptions()
-    options.log_severity_level = 4  # errors are raised, so there is no need to print them
+    options.log_severity_level = 4  # errors are raised; printing them, too, would repeat them
     # Memory patterns of a dynamic batch are rarely reused, and double the memory of large models.
     options.enable_mem_pattern = False
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL

@@ -96,7 +96,7 @@ def arrays_of(
         origin: where the columns come from.
         whole: whether the columns are the whole data set, so that unknown class names follow from
             its labels; otherwise they are an error.
-        others: targets whose columns are no features, although they are not returned.
+        others: targets whose columns are not features, although they are not returned.
     """
     matched = _match(list(columns), specs, others, origin)
     arrays: dict[str, np.ndarray] = {}

@@ -376,7 +376,7 @@ class Workers:
             raise OnnxTrainError(
                 f"worker {self.rank} of {self.size} lost {self._lost()}: {_first_line(error)}\n"
                 "hint: the error of the lost worker says why; fit(..., resume=True) continues from "
-                "the last checkpoint, torchrun --max-restarts does so by itself"
+                "the last checkpoint, torchrun --max-restarts does so automatically"
             ) from error
 
     def _lost(self) -> str:

@@ -402,7 +402,7 @@ class Run:
         self.trainer.lr = self.base_lr
         self.history.stopped = self.stop
         if self.interrupted:
-            # Only now: a script that goes on would take half-trained weights for the result.
+            # Only now: a script that continues would take half-trained weights for the result.
             raise KeyboardInterrupt(self._interrupt_message())
         return self.history
 

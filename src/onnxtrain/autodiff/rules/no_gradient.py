@@ -101,7 +101,7 @@ _none(
 _none("MatMulFpQ4", why="its weights are a blob in a packing that the file does not describe")
 _none(
     *("PagedAttention", "SparsePagedAttention"),
-    why="keys and values lie in pages of a buffer that it writes to, and no kernel for a CPU tells "
+    why="keys and values lie in pages of a buffer that it writes to, and no kernel for a CPU says "
     "what it means; use GroupQueryAttention",
 )
 _none(

@@ -385,7 +385,7 @@ class Module:
             return self._train
         if self._eval is None:
             raise OrtError(
-                "There is no evaluation model\nhint: pass Module(..., eval_model_uri=...)"
+                "The module has no evaluation model\nhint: pass Module(..., eval_model_uri=...)"
             )
         return self._eval
 
@@ -449,7 +449,7 @@ class Module:
         """Write the part of the evaluation model that computes these outputs, with its weights."""
         if self._eval is None:
             raise OrtError(
-                "There is no evaluation model\nhint: pass Module(..., eval_model_uri=...)"
+                "The module has no evaluation model\nhint: pass Module(..., eval_model_uri=...)"
             )
         if self._state._state.nominal:
             raise OrtError(_EMPTY)

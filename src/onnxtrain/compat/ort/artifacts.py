@@ -99,7 +99,7 @@ def generate_artifacts(
     assert built is not None
     if optim_block is not None and not built.trainable:
         raise OrtIndexError(
-            "There is no trainable parameter for the optimizer\nhint: name some in requires_grad"
+            "The optimizer has no trainable parameters\nhint: name some in requires_grad"
         )
     flat = None if optim_block is None else _flat(optim_block, block, opset_of(base))
     folder = Path.cwd() if artifact_directory is None else Path(os.fsdecode(artifact_directory))
