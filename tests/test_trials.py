@@ -30,7 +30,7 @@ from onnxtrain.cli.main import app
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.examples import digits_data, digits_model
 from onnxtrain.losses import MSE, Accuracy, CrossEntropy, LossTerm
-from onnxtrain.torch import from_torch, from_torch_loss
+from onnxtrain.torch import from_torch
 from onnxtrain.training import Trainer, read_data
 from tests.artifacts.models import classifier, data, finished, graph, weight
 
@@ -265,10 +265,8 @@ def test_a_loss_of_python_operators() -> None:
 
 def test_a_loss_of_torch() -> None:
     loss = torch.nn.CrossEntropyLoss()
-    hint = hint_of("computes on torch tensors", lambda: build(layer(3), loss=loss))
-    assert "onnxtrain.torch.from_torch_loss" in hint
     expected = fit(Trainer(build(layer(3))), X, Y).losses
-    artifacts = build(layer(3), loss=from_torch_loss(loss))
+    artifacts = build(layer(3), loss=loss)
     assert fit(Trainer(artifacts), X, Y).losses == pytest.approx(expected)
 
 

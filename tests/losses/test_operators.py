@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import onnxtrain
 from onnxtrain import losses as L
-from onnxtrain.errors import LoadError, PrepareError
+from onnxtrain.autodiff.rule_registry import RULES, Rule
+from onnxtrain.errors import LoadError, OnnxTrainError, PrepareError
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.torch import from_torch_loss
+from onnxtrain.torch.losses import TorchLoss
 from tests.losses.small import FLOAT, W1, X
 from tests.losses.test_logits import net, trained
 
@@ -82,12 +87,101 @@ def test_from_torch_loss_keeps_the_options(given: nn.Module) -> None:
     np.testing.assert_allclose(loss, expected.item(), rtol=1e-5)
 
 
-def test_losses_of_torch_are_named_in_errors() -> None:
-    for given in (nn.MSELoss(), nn.functional.mse_loss):
-        with pytest.raises(PrepareError, match=r"on torch tensors.*\nhint: .*from_torch_loss\("):
-            trained(net(identity), given)
-    with pytest.raises(PrepareError, match=r"no loss equals GaussianNLLLoss .*CrossEntropyLoss"):
-        from_torch_loss(nn.GaussianNLLLoss())
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (F.mse_loss, L.MSE()),
+        (
+            functools.partial(F.cross_entropy, label_smoothing=0.1),
+            L.CrossEntropy(label_smoothing=0.1),
+        ),
+        (nn.BCEWithLogitsLoss(reduction="sum"), L.BCEWithLogits(reduction="sum")),
+        (F.binary_cross_entropy, L.BCE()),
+    ],
+    ids=["function", "partial", "module", "renamed"],
+)
+def test_losses_of_torch_become_those_that_equal_them(given: Any, expected: L.Loss) -> None:
+    (term,) = L.resolve(given)
+    assert term.loss == expected
+
+
+def focal(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    ce = F.cross_entropy(logits, labels, reduction="none")
+    return ((1 - torch.exp(-ce)) ** 2 * ce).mean()
+
+
+def quantile(y, target, share):  # type: ignore[no-untyped-def]
+    return torch.maximum(share * (target - y), (share - 1) * (target - y)).mean()
+
+
+LABELS = np.array([0, 2, 1, 1, 0, 2])
+SHARE = np.full(6, 0.3, np.float32)
+
+
+@pytest.mark.parametrize("target", ["cpu", "wasm", "webgpu", "cuda"])
+@pytest.mark.parametrize(
+    ("given", "feeds"),
+    [
+        (from_torch_loss(focal), {"labels": LABELS}),
+        (
+            from_torch_loss(quantile, targets={"share": "float[batch, 1]"}),
+            {"target": T, "share": SHARE[:, None]},
+        ),
+        (from_torch_loss(nn.SoftMarginLoss()), {"target": T}),
+    ],
+    ids=["focal", "quantile", "module"],
+)
+def test_a_loss_written_with_torch(target: str, given: Any, feeds: dict[str, np.ndarray]) -> None:
+    artifacts = onnxtrain.build(net(identity), loss=given, optimizer="sgd:lr=1.0", target=target)
+    assert target in {m.target for m in artifacts.manifest.models}
+    if target in ("webgpu", "cuda"):
+        return  # no such device here
+    function = given.function if isinstance(given, TorchLoss) else given
+    w = torch.tensor(9 * W1, requires_grad=True)
+    function(torch.tensor(X) @ w, *map(torch.tensor, feeds.values())).backward()
+    assert w.grad is not None
+    gradient = onnxtrain.Trainer(artifacts).gradients(x=X, **feeds)["w"]
+    np.testing.assert_allclose(gradient, w.grad.numpy(), rtol=1e-4, atol=1e-5)
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return 2 * grads[0]
+
+
+def doubled(y: torch.Tensor) -> torch.Tensor:
+    return Straight.apply(y).mean()
+
+
+def test_wrong_losses_of_torch() -> None:
+    def refused(loss: Any, match: str, **targets: str) -> None:
+        with pytest.raises(OnnxTrainError, match=match):
+            trained(net(identity), from_torch_loss(loss, targets=targets) if targets else loss)
+
+    refused(nn.MultiLabelMarginLoss(), r"FLOAT\[batch,3\]: Runtime.*\nhint: .*int64\[batch\]")
+    refused(focal, r"no target mask\nhint: its targets are labels", mask="bool[batch]")
+    refused(focal, r"not a type of a target: 'long'", labels="long")
+    refused(doubled, r"cannot export doubled:\n.*gradient .* differs .*autograd.Function")
+    refused(nn.Bilinear(2, 2, 1), r"has parameters, which a loss does not train: weight, bias")
+
+
+def test_gradients_of_losses_are_compared_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = Rule("Softplus", lambda op, dy, x, **_: op.Mul(dy, 0.5))
+    monkeypatch.setitem(RULES, "Softplus", half)
+    with pytest.raises(PrepareError, match=r"the gradient of the loss logistic differs .* by 0\."):
+        trained(net(identity), logistic)
+
+
+def logistic(y: torch.Tensor) -> torch.Tensor:
+    return F.softplus(y).mean()
+
+
+def test_objects_of_torch_are_named_in_errors() -> None:
     with pytest.raises(LoadError, match=r"Linear is a module of torch.*\nhint: .*from_torch\("):
         onnxtrain.build(nn.Linear(2, 3), loss="mse", optimizer="sgd")
     adam = torch.optim.Adam([nn.Parameter(torch.zeros(1))])

@@ -121,7 +121,8 @@ def build(
     Args:
         model: a path, bytes, ``ModelProto`` or ``ir.Model``; it is not changed.
         loss: a name (``"cross_entropy"``), a loss object, the name of a scalar output, a function
-            over the builder, another model, or a list of weighted losses.
+            over the builder, a module or function of torch, another model, or a list of weighted
+            losses.
         optimizer: a name (``"adamw"``) or an optimizer object.
         train: names or globs of the parameters to train. By default all weights that reach the
             loss train; constants and running statistics do not. Keywords select groups:
@@ -392,7 +393,7 @@ def _lower(model: onnx.ModelProto, opset: int, name: str) -> onnx.ModelProto:
 
 
 def _loss_name(loss: LossLike) -> str:
-    return loss if isinstance(loss, str) else type(loss).__name__
+    return loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
 
 
 def _optimizer_settings(optimizer: Optimizer) -> dict[str, Any]:

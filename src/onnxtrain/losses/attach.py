@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import importlib
 import inspect
 import os
 from collections import Counter
@@ -81,11 +83,12 @@ LossLike = (
     | ir.Model
     | Loss
     | type[Loss]
-    | Callable[..., ir.Value]
+    | Callable[..., Any]
     | LossTerm
     | Sequence[Any]
 )
-"""A registered name, a loss object, the name of an output, a function, a model, or a list."""
+"""A registered name, a loss object, the name of an output, a function, a module or function of
+torch, a model, or a list."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,12 +138,8 @@ def _kind(loss: Any, model: ir.Model | None) -> Any:
     if isinstance(loss, str | os.PathLike | bytes | onnx.ModelProto | ir.Model):
         return FromModel(loss)
     if _is_of_torch(loss):
-        name = getattr(loss, "__name__", type(loss).__name__)
-        raise PrepareError(
-            f"{name} computes on torch tensors, not in the graph\n"
-            "hint: loss=onnxtrain.torch.from_torch_loss(nn.MSELoss()) takes a loss module; "
-            f"the names of losses are {', '.join(LOSSES)}"
-        )
+        # Who passes it has torch; this package must not import it.
+        return importlib.import_module("onnxtrain.torch").from_torch_loss(loss)
     if callable(loss):
         return loss
     raise PrepareError(
@@ -150,9 +149,23 @@ def _kind(loss: Any, model: ir.Model | None) -> Any:
 
 
 def _is_of_torch(loss: Any) -> bool:
-    """Return whether a loss is a function of torch or an object of one of its classes."""
-    owners = [loss, *type(loss).__mro__]
-    return any(str(getattr(x, "__module__", "")).partition(".")[0] == "torch" for x in owners)
+    """Return whether a loss is a module or function of torch, or a function that uses torch."""
+    while isinstance(loss, functools.partial):
+        loss = loss.func
+    code = getattr(loss, "__code__", None)
+    if code is not None and code.co_varnames[:1] == ("op",):
+        return False
+    read = [] if code is None else [loss.__globals__.get(n) for n in code.co_names]
+    annotations = getattr(loss, "__annotations__", {}).values()
+    used = [loss, *type(loss).__mro__, *annotations, *read]
+    return any(_package_of(x) == "torch" for x in used) or any(
+        isinstance(a, str) and a.rpartition(".")[2] == "Tensor" for a in annotations
+    )
+
+
+def _package_of(x: Any) -> str:
+    name = x.__name__ if inspect.ismodule(x) else getattr(x, "__module__", "")
+    return str(name).partition(".")[0]
 
 
 def _by_name(name: str, model: ir.Model | None) -> Any:
@@ -497,8 +510,8 @@ def attach_loss(
     Args:
         model: a model in the normal form.
         loss: a name (``"cross_entropy"``, ``"mse"``), a loss object, the name of a scalar output, a
-            function ``(op, *outputs) -> value``, another ONNX model, or a list of
-            :class:`LossTerm`, which are summed.
+            function ``(op, *outputs) -> value``, a module or function of torch, another ONNX model,
+            or a list of :class:`LossTerm`, which are summed.
         metrics: names, objects, or functions as above.
         outputs: names of other values of the model to return in :attr:`Attached.outputs`.
         target: runtime to generate operators for.
