@@ -7,13 +7,14 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from onnx import AttributeProto, TensorProto
 
-from onnxtrain import load
+from onnxtrain import build, load, losses
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.checkpoint import load_checkpoint
 from onnxtrain.checkpoint.ort_checkpoint import read_odtc
@@ -21,7 +22,7 @@ from onnxtrain.errors import CheckpointError, LoadError, SaveError
 from onnxtrain.graph.io import save
 from onnxtrain.training import Trainer
 
-from .models import example
+from .models import classifier, example
 
 STEP = "step_model.onnx"
 
@@ -29,6 +30,13 @@ STEP = "step_model.onnx"
 @pytest.fixture(scope="module")
 def artifacts() -> Artifacts:
     return example()
+
+
+@pytest.fixture(scope="module")
+def plain() -> Artifacts:
+    """Artifacts whose optimizer updates one vector."""
+    loss = [losses.LossTerm("cross_entropy", output="scores")]
+    return build(classifier(), loss=loss, optimizer="adamw")
 
 
 @pytest.fixture
@@ -214,3 +222,52 @@ def test_special_file_as_checkpoint(
 def test_name_with_a_nul(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be read: not a file name"):
         load_checkpoint("a\0b")
+
+
+def roles(role: str) -> Callable[[Any], list[Any]]:
+    """Find the inputs of a role in all models of a manifest."""
+    return lambda m: [t for model in m["models"] for t in model["inputs"] if t["role"] == role]
+
+
+DAMAGE: dict[str, Callable[[Any], object]] = {
+    "an unknown dtype of the learning rate": lambda m: [
+        t.update(dtype="float") for t in roles("lr")(m)
+    ],
+    "a symbolic learning rate": lambda m: [t.update(shape=["n"]) for t in roles("lr")(m)],
+    "strings as learning rate": lambda m: [t.update(dtype="string") for t in roles("lr")(m)],
+    "no state": lambda m: m["state"].clear(),
+    "state of one slot": lambda m: m["state"].pop(),
+    "state of another parameter": lambda m: m["state"][0].update(parameter="w"),
+    "a parameter that an update reads": lambda m: m["parameters"].pop(),
+    "a renamed parameter": lambda m: m["parameters"][0].update(name="weight"),
+    "a huge parameter": lambda m: m["parameters"][0].update(shape=[2**40, 2**20]),
+    "updates without parameters": lambda m: [
+        model.update(members=[]) for model in m["models"] if model["role"] == "update"
+    ],
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damaged_entries_of_the_manifest(plain: Artifacts, tmp_path: Path, what: str) -> None:
+    folder = tmp_path / "art"
+    plain.save(folder)
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    assert any(model["role"] == "update" for model in manifest["models"])
+    DAMAGE[what](manifest)
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError):
+        Trainer(folder)
+
+
+def test_an_inference_model_with_names_that_are_not_text(plain: Artifacts, tmp_path: Path) -> None:
+    folder = tmp_path / "art"
+    plain.save(folder)
+    name = "inference_model.onnx"
+    data = (folder / name).read_bytes()
+    proto = onnx.load(folder / name, load_external_data=False)
+    old = proto.graph.node[0].output[0].encode()
+    (folder / name).write_bytes(data.replace(old, b"\xf4" * len(old)))
+    sign(folder)
+    with pytest.raises(CheckpointError, match=r"inference_model\.onnx: not a valid model"):
+        Trainer(folder).predict(np.ones((4, 6), np.float32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -11,6 +12,7 @@ import onnxruntime
 import pytest
 
 import onnxtrain
+from onnxtrain.autodiff.rule_registry import RULES
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.expand.expansions import EXPANSIONS, TRAINING, Expansion
 
@@ -116,3 +118,62 @@ def test_a_function_of_another_opset():
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 def test_a_function_with_a_graph_as_attribute(entry_point: str):
     ENTRY_POINTS[entry_point](onnx.parser.parse_model(GRAPH_ATTRIBUTE))
+
+
+@pytest.mark.parametrize("name", ["FusedMatMul", "TransposeMatMul", "FusedGemm"])
+def test_a_fused_matmul_without_its_second_operand(name: str):
+    weight = "<float[4, 3] w = {1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3}>"
+    nodes = f"{{ h = com.microsoft.{name}(w) y = MatMul(x, h) }}"
+    text = f"(float[n, 4] x) => (float[n, 3] y) {weight} {nodes}"
+    model = onnx.parser.parse_model(HEAD + text)
+    for entry_point in (onnxtrain.parameters, *ENTRY_POINTS.values()):
+        with pytest.raises(OnnxTrainError, match=f"'h': com.microsoft::{name}"):
+            entry_point(model)
+
+
+def test_a_declared_batch_of_2_to_the_32():
+    text = """(float[4294967296, 4] x, int64[4294967296, 1] i) => (float[4294967296] y) {
+        y = GatherND<batch_dims = 1>(x, i) }"""
+    model = onnx.parser.parse_model(HEAD + text)
+    gradient = onnxtrain.vjp(model, ["x"])
+    assert gradient.ByteSize() < 10_000
+    assert "Range" in {node.op_type for node in gradient.graph.node}
+
+
+def test_sizes_beyond_memory_name_the_node():
+    """Rules and lowerings make tables of declared sizes."""
+
+    def refuse(op: object, dy: object, x: object) -> None:
+        raise MemoryError("Unable to allocate 32.0 GiB")
+
+    model = onnx.parser.parse_model(f"{HEAD} {X} {{ y = Tanh(x) }}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(RULES, "Tanh", dataclasses.replace(RULES["Tanh"], function=refuse))
+        with pytest.raises(OnnxTrainError, match=r"'y': Tanh.* sizes that do not fit into memory"):
+            onnxtrain.vjp(model, ["x"])
+
+
+RESIZE = "(float[1, 1, 3, 3] x) => (float[a, b, c, d] y) <float[4] s = {1, 1, 2, 2}>"
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        'mode = "bogus"',
+        'mode = "linear", coordinate_transformation_mode = "bogus"',
+        'nearest_mode = "bogus", coordinate_transformation_mode = "align_corners"',
+        'mode = "nearest", antialias = 5, coordinate_transformation_mode = "align_corners"',
+    ],
+)
+def test_a_resize_that_cannot_be_lowered(attributes: str):
+    head = HEAD.replace("17", "19")
+    model = onnx.parser.parse_model(f'{head} {RESIZE} {{ y = Resize<{attributes}>(x, "", s) }}')
+    with pytest.raises(OnnxTrainError, match="'y'"):
+        onnxtrain.lower(model, opset=9)
+
+
+def test_a_crop_without_its_region():
+    crop = 'mode = "linear", coordinate_transformation_mode = "tf_crop_and_resize"'
+    model = onnx.parser.parse_model(f'{HEAD} {RESIZE} {{ y = Resize<{crop}>(x, "", s) }}')
+    with pytest.raises(OnnxTrainError, match=r"'y'.*\n.*requires the input roi"):
+        onnxtrain.vjp(model, ["x"])

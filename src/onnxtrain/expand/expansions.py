@@ -161,7 +161,12 @@ def apply_lowering(function: Function, op: OpBuilder, node: ir.Node) -> list[Any
     unknown = describe_unhandled(function, node, "lowering")
     if unknown is not None:
         raise LoweringError(f"{S.describe(node)} {unknown}")
-    replacements = call_by_signature(function, op, node, context={"node": node})
+    try:
+        replacements = call_by_signature(function, op, node, context={"node": node})
+    except OnnxTrainError:
+        raise
+    except S.INVALID_NODE_ERRORS as error:
+        raise LoweringError(S.invalid_node_message(node, error)) from error
     if replacements is None:
         return None
     return list(replacements) if isinstance(replacements, tuple | list) else [replacements]

@@ -138,7 +138,11 @@ def _resize_matrix(node: ir.Node, n: int, m: int, factor: float | None) -> np.nd
         feeds["sizes"] = np.asarray([m, n], np.int64)
     from onnx.reference import ReferenceEvaluator  # large, and not needed to train
 
-    (table,) = ReferenceEvaluator(model).run(None, feeds)
+    try:
+        with np.errstate(all="ignore"):
+            (table,) = ReferenceEvaluator(model).run(None, feeds)
+    except RuntimeError as error:  # an option that the evaluator does not have
+        raise_unsupported(node, S.first_line(error))
     return np.asarray(table)
 
 

@@ -39,6 +39,7 @@ from onnxtrain.targets import Target, find
 
 Size = int | ir.Value
 """A size in a gradient rule: an ``int`` if it is static, else an int64 value of shape [1]."""
+_MAX_CONSTANT_ELEMENTS = 1 << 24  # of tables that a graph computes if they have more
 
 
 class ShapeOps:
@@ -265,13 +266,15 @@ class ShapeOps:
 
     def iota(self, size: Size) -> ir.Value:
         """Return the integers from 0 up to ``size``, exclusive, as an int64 vector."""
-        if isinstance(size, int):
-            return self.const(np.arange(size, dtype=np.int64))
-        return self.Range(0, self.Squeeze(size, [0]), 1)
+        if not isinstance(size, int):
+            return self.Range(0, self.Squeeze(size, [0]), 1)
+        if size > _MAX_CONSTANT_ELEMENTS:  # such as a declared batch of 2**32
+            return self.Range(0, size, 1)
+        return self.const(np.arange(size, dtype=np.int64))
 
     def eye(self, size: Size, dtype: ir.DataType) -> ir.Value:
         """Return the identity matrix."""
-        if isinstance(size, int):
+        if isinstance(size, int) and size * size <= _MAX_CONSTANT_ELEMENTS:
             return self.const(np.eye(size), dtype)
         count = self.iota(size)
         return self.Cast(self.Equal(self.Unsqueeze(count, [1]), count), to=dtype)

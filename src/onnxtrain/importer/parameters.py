@@ -559,7 +559,7 @@ class _TensorUses:
 
     def _operand(self, node: ir.Node, i: int) -> Role:
         """Return the role of a matmul operand. Bins of an expectation and angles do not train."""
-        other = node.inputs[1 - i] if i < 2 else None
+        other = node.inputs[1 - i] if i < 2 <= len(node.inputs) else None
         producer = None if other is None else self.flow.producer_through_views(other)
         if producer is not None and is_op(producer, "Softmax"):
             tensor = tensor_of(self.origin)

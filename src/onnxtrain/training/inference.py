@@ -44,10 +44,15 @@ class Predictor:
         self.spec = spec
         self._names = [t.name for t in spec.outputs]
         self._device, self._threads = device, threads
-        self._model, self._weights, self._constants = _weights_as_inputs(
-            load_inference_model(artifacts),
-            {n: dtype_from_name(d) for n, d in _weight_types(artifacts).items()},
-        )
+        types = {n: dtype_from_name(d) for n, d in _weight_types(artifacts).items()}
+        try:
+            self._model, self._weights, self._constants = _weights_as_inputs(
+                load_inference_model(artifacts), types
+            )
+        except (RuntimeError, ValueError, TypeError) as error:  # SerdeError is a RuntimeError
+            raise CheckpointError(
+                f"{self.spec.file}: not a valid model\nhint: build the artifacts again"
+            ) from error
         self._source = artifacts.source("infer")
         self._built_with: dict[str, bytes] | None = None
         self._session: Any = None

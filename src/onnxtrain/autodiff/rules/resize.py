@@ -91,7 +91,8 @@ def matrix(op: OpBuilder, r: Resizing, axis: int, place: int, dtype: ir.DataType
 
 def _region(op: OpBuilder, r: Resizing, place: int) -> ir.Value:
     """Return the region of an identity matrix: all rows, and the axis's own columns."""
-    assert r.roi is not None
+    if r.roi is None:
+        raise ValueError("tf_crop_and_resize requires the input roi")
     count = len(r.axes)
     start = op.Slice(r.roi, [place], [place + 1])
     end = op.Slice(r.roi, [place + count], [place + count + 1])

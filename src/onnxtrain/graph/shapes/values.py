@@ -162,8 +162,9 @@ def _defaults(op_type: str, opset: int, domain: str) -> tuple[tuple[str, Any], .
     return tuple(defaults)
 
 
-INVALID_NODE_ERRORS = (IndexError, ValueError, ZeroDivisionError)
-"""Errors that code relying on a node's schema raises for a node that violates it.
+INVALID_NODE_ERRORS = (IndexError, MemoryError, ValueError, ZeroDivisionError)
+"""Errors of code that relies on a node's schema, for a node that violates it or declares sizes
+beyond memory.
 
 Other error types indicate a bug in onnxtrain and must not be reported as an invalid file.
 """
@@ -172,6 +173,12 @@ Other error types indicate a bug in onnxtrain and must not be reported as an inv
 def invalid_node_message(node: ir.Node, error: BaseException) -> str:
     """Return an error message for a node that violates the definition of its operator."""
     name = node.name or next((y.name for y in node.outputs if y.name), "")
+    if isinstance(error, MemoryError):
+        return (
+            f"node {name!r}: {describe(node)} has sizes that do not fit into memory\n"
+            f"  {first_line(error)}\n"
+            "hint: export the model with smaller sizes, or name them and pass dims={'name': size}"
+        )
     return (
         f"node {name!r}: {describe(node)} violates the definition of its operator\n"
         f"  {type(error).__name__}: {first_line(error)}\n"
