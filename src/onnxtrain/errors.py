@@ -66,6 +66,13 @@ class CheckpointError(OnnxTrainError, ValueError):
     """A checkpoint, manifest or artifact is invalid or does not match the model."""
 
 
+class ParameterError(OnnxTrainError, KeyError):
+    """A name is not that of a trainable parameter."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError has the repr
+
+
 class NonFiniteError(OnnxTrainError, ArithmeticError):
     """A loss, gradient or parameter is infinite or NaN."""
 

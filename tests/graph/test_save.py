@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -212,3 +213,14 @@ def test_training_info_is_not_lost_silently(tmp_path: Path) -> None:
     assert len(onnx.load(tmp_path / "a.onnx").training_info) == 1
     with pytest.raises(SaveError, match="training_info"):
         save(proto, tmp_path / "b.onnx", external_data_above=0)
+
+
+def test_devices_and_pipes_are_not_replaced(tmp_path: Path) -> None:
+    special, link = tmp_path / "special", tmp_path / "link"
+    os.mkfifo(special)
+    link.symlink_to(special)
+    for path in (special, link):
+        with pytest.raises(SaveError, match="not a regular file but a pipe, a device or a socket"):
+            save(parse(small.LINEAR), path)
+    assert stat.S_ISFIFO(special.stat().st_mode)
+    assert link.is_symlink()

@@ -23,7 +23,7 @@ from onnxtrain.errors import NonFiniteError, OnnxTrainError, PrepareError, Shape
 from onnxtrain.manifest import TensorSpec
 from onnxtrain.optim import schedules
 from onnxtrain.training import Callback, EarlyStopping, Run, StepResult, Trainer
-from onnxtrain.training.data import as_source, shuffled
+from onnxtrain.training.data import as_source, held_out, shuffled
 from onnxtrain.training.fit import CheckpointRotation
 from onnxtrain.training.run_files import crc32c
 from tests.artifacts.models import classifier, data, finished, graph, weight, with_norm
@@ -150,6 +150,46 @@ def test_an_iterator_has_one_epoch(artifacts: Artifacts) -> None:
     assert len(quiet(Trainer(artifacts), iter(batches), epochs=1).steps) == 3
     with pytest.raises(ShapeError, match="can only be read in one epoch"):
         quiet(Trainer(artifacts), iter(batches), epochs=2)
+
+
+def test_a_fraction_of_the_rows_for_validation(artifacts: Artifacts, tmp_path: Path) -> None:
+    x, y = data(50)
+
+    def run(validation: object, **options: object):
+        trainer = Trainer(artifacts, seed=3)
+        return quiet(trainer, (x, y), validation=validation, batch_size=8, **options)
+
+    history = run(0.2, epochs=2, directory=tmp_path / "a")
+    assert len(history.steps) == 2 * 5  # 40 rows
+    held = held_out(50, 10, seed=3)
+    assert len(set(held)) == 10
+    rest = np.delete(np.arange(50), held)
+    expected = Trainer(artifacts, seed=3).fit(
+        (x[rest], y[rest]),
+        validation=(x[held], y[held]),
+        batch_size=8,
+        epochs=2,
+        progress=False,
+    )
+    assert history.losses == expected.losses
+    assert [e["val_loss"] for e in history.epochs] == [e["val_loss"] for e in expected.epochs]
+    resumed = Trainer(artifacts, seed=3)
+    more = resumed.fit((x, y), directory=tmp_path / "a", resume=True, epochs=3, progress=False)
+    whole = run(0.2, epochs=3)
+    assert more.epochs[-1]["val_loss"] == whole.epochs[-1]["val_loss"]
+
+
+@pytest.mark.parametrize("fraction", [0, 1, 20, -0.5, True, "1.5", float("nan")])
+def test_a_fraction_is_between_0_and_1(artifacts: Artifacts, fraction: object) -> None:
+    with pytest.raises(OnnxTrainError, match=r"between 0 and 1, got .*\nhint: validation=0\.2"):
+        Trainer(artifacts).fit(data(8), validation=fraction)
+
+
+def test_a_fraction_of_batches_is_refused(artifacts: Artifacts) -> None:
+    with pytest.raises(OnnxTrainError, match=r"not of a list\nhint: fit\(data, validation=other"):
+        Trainer(artifacts).fit([data(8)], validation=0.5)
+    with pytest.raises(ShapeError, match=r"validation=0\.01 of 8 samples leaves none to validate"):
+        Trainer(artifacts).fit(data(8), validation=0.01)
 
 
 def test_a_fixed_batch_size_drops_the_last_batch() -> None:

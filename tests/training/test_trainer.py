@@ -15,10 +15,16 @@ from safetensors.numpy import save_file
 from onnxtrain import optim
 from onnxtrain.artifacts import Clip
 from onnxtrain.artifacts.build import build
-from onnxtrain.errors import CheckpointError, OnnxTrainError, PrepareError, ShapeError
+from onnxtrain.errors import (
+    CheckpointError,
+    OnnxTrainError,
+    ParameterError,
+    PrepareError,
+    ShapeError,
+)
 from onnxtrain.training import Trainer
 from onnxtrain.training.engine import LAYOUTS
-from tests.artifacts.models import classifier, data, with_norm
+from tests.artifacts.models import classifier, data, example, with_norm
 
 from .made import LOSS, made, same
 from .nets import batches, exported
@@ -402,3 +408,18 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be read"):
         trainer.load(tmp_path / "nowhere")
     same(before, trainer.state_dict())
+
+
+def test_a_parameter_that_does_not_train_is_named() -> None:
+    trainer = Trainer(example())
+    hint = r"nearest: fc2\.weight, .*\nhint: frozen weights are constants .* train= and freeze="
+    with pytest.raises(ParameterError, match=r"^no trainable parameter 'fc1\.weight'; " + hint):
+        trainer.parameters["fc1.weight"]
+    with pytest.raises(ParameterError, match=r"parameter 'fc1\.biass'"):
+        trainer.parameters["fc1.biass"] = np.zeros(3)
+    with pytest.raises(ParameterError, match="no buffer 'mean'; nearest: none"):
+        trainer.buffers["mean"]
+    assert "fc1.weight" not in trainer.parameters
+    assert trainer.parameters.get("fc1.weight") is None
+    with pytest.raises(KeyError):
+        trainer.parameters["nope"]

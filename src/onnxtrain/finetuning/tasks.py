@@ -49,7 +49,7 @@ from onnxtrain.text.model_folder import (
     without_cache,
 )
 from onnxtrain.text.tokenizer import Tokenizer
-from onnxtrain.training.data import Batch, shuffled
+from onnxtrain.training.data import Batch, as_fraction, held_out, shuffled
 from onnxtrain.training.data_files import read_images, sorted_labels
 
 DEFAULT_MAX_LENGTH = 512
@@ -146,9 +146,7 @@ class CausalTask(Task):
         super().__init__(folder, options)
         self.records: Records | None = None
         train, validation = train_validation_split(self._examples(data, keep=True), options)
-        if isinstance(options.validation, str | os.PathLike) and not is_fraction(
-            options.validation
-        ):
+        if options.validation is not None and as_fraction(options.validation) is None:
             validation = self._examples(options.validation).examples
         self.train, self.validation = train, validation
         self.rows = pack(train, self.max_length) if options.pack else list(train)
@@ -250,12 +248,12 @@ def train_validation_split(
     """Split examples at random into training and validation; all train if validation is a file."""
     rows, requested = examples.examples, options.validation
     n = len(rows)
-    if isinstance(requested, str | os.PathLike) and not is_fraction(requested):
-        return rows, ()
+    fraction = as_fraction(requested)
     if requested is None:
         count = min(_MAX_VALIDATION, int(n * _VALIDATION_FRACTION)) if n >= _MIN_EXAMPLES else 0
+    elif fraction is None:
+        return rows, ()
     else:
-        fraction = float(os.fspath(requested) if isinstance(requested, os.PathLike) else requested)
         if not 0.0 <= fraction < 1.0:
             raise PrepareError(
                 f"validation must be a file or a fraction in [0, 1), got {fraction:g}"
@@ -268,20 +266,9 @@ def train_validation_split(
             f"validation={requested} leaves no examples to train on: {n} examples in all\n"
             "hint: use a smaller fraction or more data"
         )
-    # An epoch that no run reaches: the split is independent of the order of training.
-    order = shuffled(n, options.seed, 1 << 20)
-    picked = set(order[:count].tolist())
-    train = [e for i, e in enumerate(rows) if i not in picked]
-    return train, [rows[i] for i in sorted(picked)]
-
-
-def is_fraction(value: Any) -> bool:
-    """Return whether a value is a fraction of the data, such as ``"0.1"``, not a file."""
-    try:
-        float(os.fspath(value) if isinstance(value, os.PathLike) else value)
-    except (TypeError, ValueError):
-        return False
-    return True
+    picked = held_out(n, count, options.seed).tolist()
+    chosen = set(picked)
+    return [e for i, e in enumerate(rows) if i not in chosen], [rows[i] for i in picked]
 
 
 def is_token_arrays(data: Any) -> bool:
@@ -367,7 +354,7 @@ class GroupTask(Task):
 
     def _split(self, options: FineTuneOptions) -> tuple[list[int], list[int]]:
         """Return the indices of groups for training and for validation."""
-        if options.validation is not None and not is_fraction(options.validation):
+        if options.validation is not None and as_fraction(options.validation) is None:
             first = len(self.records.records)
             more = self._read(options.validation)
             self.records = Records((*self.records.records, *more.records), (), self.records.name)
@@ -680,7 +667,7 @@ class VisionTask(Task):
         """Return the indices of images for training and for validation."""
         _check_classes(self.classes)
         n, requested = len(self.labels), options.validation
-        if requested is not None and not is_fraction(requested):
+        if requested is not None and as_fraction(requested) is None:
             images, labels = self._read(requested)
             self.images = np.concatenate([self.images, images])
             self.labels = np.concatenate([self.labels, labels])

@@ -10,6 +10,7 @@ and epoch only, so a resumed run sees the same ones.
 from __future__ import annotations
 
 import contextvars
+import copy
 import glob
 import inspect
 import itertools
@@ -17,6 +18,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -355,34 +357,62 @@ class Arrays:
     ) -> None:
         if batch_size < 1:
             raise ShapeError(f"batch_size must be at least 1, got {batch_size}")
-        self.samples = _number_of_rows(arrays)
         self.classes, self._origin, self._part = classes, origin, part
         self._size, self._shuffle, self._seed = batch_size, shuffle, seed
-        self._end = self.samples - self.samples % batch_size if drop_last else self.samples
-        if not self._end:
-            raise ShapeError(
-                f"{self.samples} samples are fewer than one batch of {batch_size}\n"
-                f"hint: use a smaller {by_caller('batch_size, or drop_last=False', '--batch-size')}"
-            )
+        self._drop_last = drop_last
+        self._select(np.arange(_number_of_rows(arrays)))
         # Targets as a whole: an error names the row of the data, before the first step.
         targets = {s.name: s for s in specs if s.role == "target"}
         self._arrays = {
             n: match_target(targets[n], a, "") if n in targets else a for n, a in arrays.items()
         }
 
+    def _select(self, rows: np.ndarray) -> None:
+        self._rows, self.samples = rows, len(rows)
+        self._end = self.samples - self.samples % self._size if self._drop_last else self.samples
+        if not self._end:
+            raise ShapeError(
+                f"{self.samples} samples are fewer than one batch of {self._size}\n"
+                f"hint: use a smaller {by_caller('batch_size, or drop_last=False', '--batch-size')}"
+            )
+
+    def split(
+        self, fraction: float, batch_size: int, *, drop_last: bool = False
+    ) -> tuple[Arrays, Arrays]:
+        """Return the data without a random part of its rows, and these rows in their order.
+
+        Args:
+            fraction: of the rows; which ones depends on the seed only.
+            batch_size: of the part.
+            drop_last: as for :func:`as_source`, of the part.
+        """
+        count = round(self.samples * fraction)
+        if not 0 < count < self.samples:
+            raise ShapeError(
+                f"validation={fraction:g} of {self.samples} samples leaves none to "
+                + ("train on" if count else "validate on")
+            )
+        held = held_out(self.samples, count, self._seed)
+        train, part = copy.copy(self), copy.copy(self)
+        part._size, part._drop_last, part._shuffle, part._part = batch_size, drop_last, False, None
+        part._select(self._rows[held])
+        train._select(np.delete(self._rows, held))
+        return train, part
+
     def __len__(self) -> int:
         return -(-self._end // self._size)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Return the batches of an epoch."""
+        whole = self.samples == len(next(iter(self._arrays.values())))
         order = shuffled(self.samples, self._seed, epoch) if self._shuffle else None
         for first in range(start * self._size, self._end, self._size):
             end = min(first + self._size, self._end)
             if self._part is not None:
                 cut = self._part(end - first)
                 first, end = first + cut.start, first + cut.stop
-            index = slice(first, end) if order is None else order[first:end]
-            rows = np.arange(first, end) if order is None else order[first:end]
+            rows = self._rows[slice(first, end) if order is None else order[first:end]]
+            index = slice(first, end) if order is None and whole else rows
             yield Batch({n: a[index] for n, a in self._arrays.items()}, rows, origin=self._origin)
 
 
@@ -745,6 +775,22 @@ def shuffled(n: int, seed: int, epoch: int) -> np.ndarray:
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         keys = (keys ^ (keys >> np.uint64(shift))) * np.uint64(factor)
     return np.argsort(keys ^ (keys >> np.uint64(31)), kind="stable")
+
+
+def held_out(n: int, count: int, seed: int) -> np.ndarray:
+    """Return ``count`` of ``n`` rows for validation, sorted; they depend on the seed only."""
+    # An epoch that no run reaches: the rows are independent of the order of training.
+    return np.sort(shuffled(n, seed, 1 << 20)[:count])
+
+
+def as_fraction(value: Any) -> float | None:
+    """Return a fraction of the data, such as ``0.1`` or ``"0.1"``; ``None`` for data and files."""
+    if not isinstance(value, str | os.PathLike | Real):
+        return None
+    try:
+        return float(os.fspath(value) if isinstance(value, os.PathLike) else value)
+    except ValueError:
+        return None
 
 
 def _hash_seed(seed: int, epoch: int) -> int:

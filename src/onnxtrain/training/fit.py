@@ -63,7 +63,16 @@ from onnxtrain.training.checks import (
     nonfinite_weights,
 )
 from onnxtrain.training.columns import class_names
-from onnxtrain.training.data import Batch, Source, Transform, Transformed, as_source, length
+from onnxtrain.training.data import (
+    Arrays,
+    Batch,
+    Source,
+    Transform,
+    Transformed,
+    as_fraction,
+    as_source,
+    length,
+)
 from onnxtrain.training.distributed import Workers
 from onnxtrain.training.evaluation import Mean, evaluate
 from onnxtrain.training.labels import explain_label_error
@@ -92,7 +101,9 @@ class FitOptions:
     epochs: int | None = option(None, Flag(int, "Number of passes over the data; 1 by default."))
     batch_size: int | None = option(None, Flag(int, "32, or the model's fixed batch size."))
     lr: float | None = option(None, Flag(float, "Learning rate; that of the build by default."))
-    validation: Any = option(None, Flag(Path, "Validation data, in a format of --data."))
+    validation: Any = option(
+        None, Flag(Path, "Validation data, in a format of --data, or a fraction of the data: 0.2.")
+    )
     metrics: MetricsLike = option(
         (), Flag(list[str], "Metric of the validation data: f1, auc, top_3 ...", name="metric")
     )
@@ -133,6 +144,14 @@ class FitOptions:
                 "checkpoint_every and resume require directory=\n"
                 "hint: fit(..., directory='runs/first')"
             )
+        fraction = as_fraction(self.validation)
+        if fraction is not None:
+            if not 0 < fraction < 1:
+                raise OnnxTrainError(
+                    "validation must be data, or a fraction of the data between 0 and 1, got "
+                    f"{fraction:g}\nhint: {argument('validation', 0.2)}"
+                )
+            object.__setattr__(self, "validation", fraction)
         for name in ("epochs", "batch_size", "keep", "checkpoint_every", "patience"):
             value = getattr(self, name)
             if value is not None and (not _is_integer(value) or value < 1):
@@ -165,6 +184,8 @@ class FitOptions:
     def settings(self) -> dict[str, Any]:
         """Return the options that a resumed run keeps, as JSON values."""
         values = {n: getattr(self, n) for n in _RESUMED_OPTIONS}
+        if not isinstance(self.validation, float):  # data is not stored
+            values["validation"] = None
         return {n: v.item() if isinstance(v, np.generic) else v for n, v in values.items()}
 
 
@@ -174,7 +195,7 @@ def _is_integer(value: Any) -> bool:
 
 _RESUMED_OPTIONS = (
     *("batch_size", "checkpoint_every", "drop_last", "epochs", "keep", "monitor", "patience"),
-    *("shuffle", "warmup"),
+    *("shuffle", "validation", "warmup"),
 )
 _DEFAULTS = {"drop_last": False, "epochs": 1, "keep": 3, "shuffle": True, "warmup": 0}
 
@@ -336,17 +357,21 @@ class Run:
             classes=classes,
             part=None if self.workers is None else self.workers.part,
         )
+        validation = options.validation
+        own_size = self.trainer.fixed_batch or size
+        if isinstance(validation, float):
+            if not isinstance(source, Arrays):
+                raise OnnxTrainError(
+                    f"{argument('validation', validation)} takes rows of arrays, tables and files, "
+                    f"not of a {type(data).__name__}\nhint: fit(data, validation=other_data)"
+                )
+            source, validation = source.split(validation, own_size, drop_last=fixed)
+        elif validation is not None:
+            validation = as_source(
+                validation, specs, batch_size=own_size, drop_last=fixed, classes=source.classes
+            )
         if options.transform is not None:
             source = Transformed(source, options.transform, specs, seed)
-        validation = options.validation
-        if validation is not None:
-            validation = as_source(
-                validation,
-                specs,
-                batch_size=self.trainer.fixed_batch or size,
-                drop_last=fixed,
-                classes=source.classes,
-            )
         return source, validation
 
     @property

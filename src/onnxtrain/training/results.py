@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
 
-from onnxtrain.errors import ShapeError
+from onnxtrain.errors import ParameterError, ShapeError
 from onnxtrain.manifest import ModelSpec, WeightSpec
 from onnxtrain.runtime.feeds import to_array
 
@@ -61,21 +62,33 @@ class Parameters(MutableMapping[str, np.ndarray]):
         specs: Mapping[str, WeightSpec],
         read: Callable[[str], np.ndarray],
         write: Callable[[str, np.ndarray], None],
+        kind: str = "trainable parameter",
     ) -> None:
-        self._specs, self._read, self._write = specs, read, write
+        self._specs, self._read, self._write, self._kind = specs, read, write, kind
 
     def __getitem__(self, name: str) -> np.ndarray:
-        if name not in self._specs:
-            raise KeyError(name)
+        self._check(name)
         return np.array(self._read(name))
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._specs
+
     def __setitem__(self, name: str, value: Any) -> None:
-        if name not in self._specs:
-            raise KeyError(name)
+        self._check(name)
         array, spec = to_array(value), self._specs[name]
         if tuple(array.shape) != spec.shape:
             raise ShapeError(f"{name!r} has shape {list(spec.shape)}, got {list(array.shape)}")
         self._write(name, array.astype(self._read(name).dtype))
+
+    def _check(self, name: str) -> None:
+        if name in self._specs:
+            return
+        near = difflib.get_close_matches(str(name), list(self._specs), 5, cutoff=0) or ["none"]
+        raise ParameterError(
+            f"no {self._kind} {name!r}; nearest: {', '.join(near)}\n"
+            "hint: frozen weights are constants of the artifacts; train them by train= and freeze= "
+            "of build"
+        )
 
     def __delitem__(self, name: str) -> None:
         raise TypeError("parameters cannot be deleted")

@@ -636,7 +636,8 @@ class Trainer(SummaryRepr):
             epochs: number of passes over the data, including those before a resumed checkpoint; 1.
             batch_size: for arrays; 32, or the fixed batch size of the model.
             lr: learning rate, which the schedule multiplies; the trainer's own by default.
-            validation: data to evaluate on after each epoch.
+            validation: data to evaluate on after each epoch, or a fraction: ``0.2`` takes a random
+                20 % of the rows, depending on the seed only, and trains on the others.
             metrics: metrics of the validation data, besides those of ``build``: names
                 (``["f1", "auc"]``), functions ``f(targets, predictions)`` of arrays as in
                 scikit-learn, or objects of torchmetrics; a dict names them. Records have them as
@@ -730,7 +731,7 @@ class Trainer(SummaryRepr):
     def buffers(self) -> Parameters:
         """Running statistics by name, read and set like :attr:`parameters`."""
         specs = {b.name: b for b in self.manifest.buffers}
-        return Parameters(specs, self._engine.view, self._engine.write)
+        return Parameters(specs, self._engine.view, self._engine.write, "buffer")
 
     def view(self, name: str) -> np.ndarray:
         """Return a parameter, buffer or state tensor without a copy; valid until the next step."""

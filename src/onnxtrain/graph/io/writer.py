@@ -91,11 +91,13 @@ def write_files(label: str, files: dict[str, Writer], *, guard: bool = True) -> 
         guard: remove the last file, which refers to the others, while they are replaced.
 
     Raises:
-        SaveError: with the reason of the file system.
+        SaveError: with the reason of the file system, or a path is a device, a pipe or a socket.
     """
     temporary: dict[str, str] = {}
     try:
         with as_save_error(label):
+            for path in files:
+                _check_replaceable(path)
             _write(files, temporary)
             _replace(temporary, guard)
     finally:
@@ -103,6 +105,12 @@ def write_files(label: str, files: dict[str, Writer], *, guard: bool = True) -> 
             # An error here must not replace the error that made the write fail.
             with suppress(OSError):
                 os.unlink(path)
+
+
+def _check_replaceable(path: str) -> None:
+    """Raise OSError for ``/dev/null`` and the like: a rename would replace it for all programs."""
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        raise OSError("not a regular file but a pipe, a device or a socket")
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
