@@ -14,7 +14,7 @@ export default defineConfig({
       condition: /^(Test|Hook) timed out|Timeout \d+ms exceeded|has been closed|net::ERR_|ECONNREFUSED|ECONNRESET|socket hang up|fetch failed/,
     },
     reporters: ["./tests/flaky-reporter.ts", "default"],
-    // The runtimes use several threads themselves.
+    // The runtimes use several threads themselves. Browser tests wait much: two files run at a time.
     maxWorkers: 1,
   },
 });

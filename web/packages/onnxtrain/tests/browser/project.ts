@@ -11,9 +11,10 @@ const TYPES: Record<string, string> = {
   ".css": "text/css", ".svg": "image/svg+xml", ".png": "image/png",
 };
 
-/** Packs the package as npm would publish it and returns the path of the archive. */
-export function pack(folder: string, web = `${ROOT}/web`): string {
-  execFileSync("npm", ["run", "pack", "--", "--pack-destination", folder], { cwd: web, stdio: "pipe" });
+/** Packs the package as npm would publish it and returns the path of the archive; `built`: what `npm run build` made is packed. */
+export function pack(folder: string, web = `${ROOT}/web`, built = true): string {
+  const options = ["--pack-destination", folder, ...(built ? ["--ignore-scripts"] : [])];
+  execFileSync("npm", ["run", "pack", "--", ...options], { cwd: web, stdio: "pipe" });
   return join(folder, readdirSync(folder).find((n) => n.endsWith(".tgz"))!);
 }
 

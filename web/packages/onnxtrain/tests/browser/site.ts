@@ -22,7 +22,7 @@ function newest(...paths: string[]): number {
 }
 
 /** Builds the site if its sources are newer. */
-async function buildSite(): Promise<void> {
+export async function buildSite(): Promise<void> {
   const [made, built] = [`${SITE}/public/data/iris.csv`, `${SITE}/dist/index.html`];
   if (newest(made) <= newest(`${SITE}/make_artifacts.py`, `${SITE}/models`, `${SITE}/shipped`, `${ROOT}/src/onnxtrain`)) {
     execFileSync(python(), [`${SITE}/make_artifacts.py`, `${SITE}/public`], { stdio: "inherit" });
