@@ -7,10 +7,11 @@ the start, and results of what only the first worker does (files, validation, pr
 
 The life of a step:
 
-1. ``Trainer.compute`` runs the gradient model on the rows of this worker. One all-reduce of a few
-   numbers gives the number of rows, loss and metrics of the whole batch, and requests to stop.
-2. ``Trainer.commit`` scales the gradients by the share of rows, if shares differ.
-3. After the last micro-batch, gradients are summed and every worker runs the same update.
+1. ``Trainer.compute`` runs the gradient model on the rows of this worker. Meanwhile workers sum
+   their numbers of rows and requests to stop.
+2. Gradients are scaled by the share of rows. After the last micro-batch, workers sum gradients and
+   the loss and metrics of the batch at the same time: waiting twice would take twice as long.
+3. ``Trainer.commit`` runs the same update on every worker.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from onnxtrain.errors import MissingExtraError, OnnxTrainError
+from onnxtrain.errors import MissingExtraError, OnnxTrainError, ShapeError
 from onnxtrain.runtime import session as runtime
 
 R = TypeVar("R")
@@ -221,35 +222,64 @@ class Workers:
 
     def add(self, values: Sequence[float]) -> list[float]:
         """Return the sums of some numbers over all workers."""
-        tensor = self._torch.tensor(values, dtype=self._torch.float64)
-        if self.size > 1:
-            start = time.perf_counter()
-            with self._peers():
-                self._dist.all_reduce(tensor, group=self._control)
-            self.seconds += time.perf_counter() - start
-            self.sent += tensor.numel() * 8
-        return tensor.tolist()
+        return self.start_add(values)()
 
-    def add_in_place(self, vectors: Iterable[Any]) -> None:
-        """Sum vectors over all workers in place, in buckets that are under way at the same time.
+    def start_add(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        """Start to sum some numbers over all workers; return what waits for the sums."""
+        tensor = self._torch.tensor(values, dtype=self._torch.float64)
+        wait = self._start([tensor], self._control)
+
+        def sums() -> list[float]:
+            wait()
+            return tensor.tolist()
+
+        return sums
+
+    def start_batch(self, weight: float) -> Callable[[], float]:
+        """Start to sum the rows of a batch and requests to stop; return what waits for the rows.
+
+        Raises:
+            ShapeError: on waiting, if the batch is empty.
+        """
+        sums = self.start_add([weight, self.stop])
+
+        def rows() -> float:
+            total, stops = sums()
+            self.all_stop = stops > 0
+            if not total:
+                raise ShapeError("no worker has a row of this batch")
+            return total
+
+        return rows
+
+    def start_add_in_place(self, vectors: Iterable[Any]) -> Callable[[], None]:
+        """Start to sum vectors over all workers in place; return what waits for the sums.
 
         Args:
             vectors: numpy arrays of the host, or OrtValues of a device, which are not copied.
         """
-        if self.size == 1:
-            return
-        start = time.perf_counter()
         tensors = [self.tensor(v) for v in vectors]
+        buckets = [b for t in tensors for b in t.split(max(1, BUCKET_BYTES // t.element_size()))]
+        return self._start(buckets, None)
+
+    def _start(self, tensors: Sequence[Any], group: Any) -> Callable[[], None]:
+        """Start the all-reduces of some tensors; return what waits for them."""
+        start = time.perf_counter()
         with self._peers():
-            pending = []
-            for tensor in tensors:
-                self.sent += tensor.numel() * tensor.element_size()
-                buckets = tensor.split(max(1, BUCKET_BYTES // tensor.element_size()))
-                pending += [self._dist.all_reduce(b, async_op=True) for b in buckets]
-            for work in pending:
-                work.wait()
-        self._synchronize()
+            pending = [self._dist.all_reduce(t, group=group, async_op=True) for t in tensors]
+        self.sent += sum(t.numel() * t.element_size() for t in tensors)
         self.seconds += time.perf_counter() - start
+
+        def wait() -> None:
+            start = time.perf_counter()
+            with self._peers():
+                for work in pending:
+                    work.wait()
+            if any(t.is_cuda for t in tensors):
+                self._synchronize()
+            self.seconds += time.perf_counter() - start
+
+        return wait
 
     def weigh(self, vectors: Iterable[tuple[Any, Any]], factor: float) -> None:
         """Multiply what a batch has added to gradients.

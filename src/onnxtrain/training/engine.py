@@ -323,6 +323,7 @@ class StepEngine:
         self._buffer_copies = self._values.copies_from(self._staged, self._buffers)
         members = [n for g in groups for n in g.spec.members]
         self._gradients = Values({n: zeros[n] for n in members}, self._device)
+        self._flat_gradients: dict[int, list[tuple[Any, Any]]] = {}
 
     def _open_batch_session(
         self, artifacts: Artifacts, threads: int | None, capture: bool | None
@@ -502,17 +503,25 @@ class StepEngine:
             for target, result in copies:
                 copy_value(target, result)
 
-    def gradient_vectors(self) -> list[tuple[Any, Any]]:
-        """Return the committed gradients as flat vectors, one for each run of equal types.
+    def gradient_vectors(self, *, pending: bool = True) -> list[tuple[Any, Any]]:
+        """Return the gradients as flat vectors, one for each run of equal types.
 
         Each comes with the vector of the gradients accumulated before this batch, or ``None``.
+
+        Args:
+            pending: whether to return those of the last :meth:`compute`, or the committed ones.
         """
-        if not self._accumulators:
-            vectors = _flat_vectors(self._gradients, list(self._gradients))
-            return [(vector, None) for vector in vectors]
-        now, before = self._banks[self._now], self._banks[1 - self._now]
-        names = self._accumulators
-        return list(zip(_flat_vectors(now, names), _flat_vectors(before, names), strict=True))
+        bank = 1 - self._now if pending else self._now
+        if bank not in self._flat_gradients:
+            if self._accumulators:
+                names = self._accumulators
+                new, old = (_flat_vectors(self._banks[b], names) for b in (bank, 1 - bank))
+                vectors: list[tuple[Any, Any]] = list(zip(new, old, strict=True))
+            else:
+                flat = _flat_vectors(self._gradients, list(self._gradients))
+                vectors = [(vector, None) for vector in flat]
+            self._flat_gradients[bank] = vectors
+        return self._flat_gradients[bank]
 
     def skip(self) -> None:
         """Make the next accumulators current without a run; the caller fills them."""

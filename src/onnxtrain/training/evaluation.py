@@ -68,29 +68,27 @@ class Mean:
 
 
 def mean_over(
-    workers: Workers, names: Outputs, outputs: Mapping[str, Any], weight: float
-) -> tuple[tuple[float, float], dict[str, Any]]:
-    """Return the share of this worker's part of a batch, and loss and metrics of the batch.
+    workers: Workers, names: Outputs, outputs: Mapping[str, Any], share: tuple[float, float]
+) -> dict[str, Any]:
+    """Return loss and metrics of a batch, whose parts several workers have computed.
 
     Args:
         workers: compute a part each.
         names: of loss and metrics.
         outputs: of this part.
-        weight: of this part; 0 if it is empty.
+        share: rows of this part, which may be 0, and of the batch.
     """
     mean = Mean()
+    weight, total = share
     if weight:
         mean.add(names.result(outputs, 0, updated=False), weight)
     sums = mean.state_dict()["sums"]
     named = ["loss", *names.metrics]
-    total, stops, *totals = workers.add([weight, workers.stop, *(sums.get(n, 0.0) for n in named)])
-    workers.all_stop = stops > 0
-    if not total:
-        raise ShapeError("no worker has a row of this batch")
+    totals = workers.add([sums.get(n, 0.0) for n in named])
     values = Mean.from_dict({"samples": total, "sums": dict(zip(named, totals, strict=True))})
     means = values.values()
     means[names.loss] = means.pop("loss")
-    return (weight, total), {n: np.float64(v) for n, v in means.items()}
+    return {n: np.float64(v) for n, v in means.items()}
 
 
 def _to_log_perplexity(name: str, value: float) -> float:

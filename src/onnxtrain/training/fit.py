@@ -461,7 +461,7 @@ class Run:
 
     def _stops_now(self) -> bool:
         """Return whether a worker has asked to stop, in time for all to know."""
-        if self.workers is None:
+        if self.workers is None or self.workers.size == 1:
             return bool(self.stop)
         self.workers.stop = bool(self.stop)
         return self.workers.all_stop

@@ -160,12 +160,13 @@ class Trainer(SummaryRepr):
         if self.workers is not None:
             device = self.workers.device
             threads = self.workers.threads if threads is None and device == "cpu" else threads
-        elif shard_state and distributed is not True:
-            shard_state = False  # one process has all of it
+        # One worker has nobody to communicate with.
+        self._peers = self.workers if self.workers and self.workers.size > 1 else None
+        shard_state = shard_state and self._peers is not None
         if shard_state and layout == "auto":
             layout = "separate"
         self.layout = resolve_layout(
-            artifacts, layout, device, distributed=self.workers is not None
+            artifacts, layout, device, distributed=self._peers is not None
         )
         """Name of the layout that runs: ``"fused"``, ``"separate"`` or ``"vector"``."""
         if not 0 <= seed < SEED_LIMIT:
@@ -205,11 +206,10 @@ class Trainer(SummaryRepr):
         self._predictor: inference.Predictor | None = None
         self._gradient_engine: StepEngine | None = None
         self._graph_digests: dict[str, str] | None = None
-        self._share: tuple[float, float] = (
-            1,
-            1,
-        )  # rows of this worker and of all, of the last batch
+        # Of the last batch: rows of this worker and of all.
+        self._share: tuple[float, float] = (1, 1)
         self._factor = 1.0  # of the gradients of this worker, in the sum over workers
+        self._wait_for_sums: Callable[[], None] | None = None
         self._norm: float | None = None
         self.part_outputs: dict[str, np.ndarray] = {}
         """Results of this worker's part of the last batch."""
@@ -363,8 +363,8 @@ class Trainer(SummaryRepr):
         if is_finite(outputs[self.loss_name]):
             return self.commit(outputs)
         finite = all(map(is_finite, feeds.values()))
-        if self.workers is not None:
-            finite = all(self.workers.gather(finite))
+        if self._peers is not None:
+            finite = all(self._peers.gather(finite))
         if self.manifest.options.get("loss_scale") and finite:
             return dataclasses.replace(self.commit(outputs), updated=False)
         return self._outputs.result(outputs, self.global_step + 1, updated=False)
@@ -378,11 +378,18 @@ class Trainer(SummaryRepr):
             weight: of this worker's part in a distributed run: its number of rows or tokens. The
                 results are means over all parts. With 0, the part is empty and ``feeds`` not read.
         """
-        if self.workers is None:
-            return self._compute(feeds)
+        workers, self._share = self._peers, (weight, weight)
+        if workers is None:
+            self.part_outputs = outputs = self._compute(feeds)
+            return outputs
+        self._finish_sums()
+        rows = workers.start_batch(weight)
         self.part_outputs = outputs = self._compute(feeds) if weight else {}
-        self._share, means = mean_over(self.workers, self._outputs, outputs, weight)
-        return {**outputs, **means}
+        self._share = (weight, rows())
+        self._weigh(workers)
+        if self._accumulated + 1 >= self.manifest.accumulate:
+            self._start_sums(workers, pending=True)
+        return {**outputs, **mean_over(workers, self._outputs, outputs, self._share)}
 
     def _compute(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         self._check_batch_size(feeds)
@@ -403,8 +410,6 @@ class Trainer(SummaryRepr):
             self._engine.commit()
         else:
             self._engine.skip()
-        if self.workers is not None:
-            self._weigh(self.workers)
         self._accumulated += 1
         updated = self._accumulated >= self.manifest.accumulate
         if updated:
@@ -429,6 +434,19 @@ class Trainer(SummaryRepr):
                 vectors = [(vector, None) for vector, _ in vectors]
             workers.weigh(vectors, factor / self._factor)
 
+    def _start_sums(self, workers: Workers, *, pending: bool) -> None:
+        """Start to sum the gradients of all workers."""
+        vectors = self._engine.gradient_vectors(pending=pending)
+        if self._factor != 1.0:
+            workers.weigh([(vector, None) for vector, _ in vectors], self._factor)
+        self._wait_for_sums = workers.start_add_in_place([vector for vector, _ in vectors])
+
+    def _finish_sums(self) -> None:
+        """Wait for the sums of gradients, if they are under way."""
+        wait, self._wait_for_sums = self._wait_for_sums, None
+        if wait is not None:
+            wait()
+
     @exclusive
     def flush(self) -> bool:
         """Update with the gradients accumulated so far; return ``False`` if there are none."""
@@ -439,17 +457,17 @@ class Trainer(SummaryRepr):
 
     def _update(self) -> None:
         number = self.global_step + 1
-        spec, control, workers = self._engine.control_spec, {}, self.workers
+        spec, control, workers = self._engine.control_spec, {}, self._peers
         scale = 1.0 / self._accumulated
         if workers is not None:
-            vectors = [vector for vector, _ in self._engine.gradient_vectors()]
-            if self._factor != 1.0:
-                workers.weigh([(vector, None) for vector in vectors], self._factor)
-            workers.add_in_place(vectors)
+            if self._wait_for_sums is None:  # flush, before the last micro-batch
+                self._start_sums(workers, pending=False)
+            self._finish_sums()
             scale /= 1 if self.layout == "vector" else workers.size
             self._norm = None
             scaled = bool(self._engine.spec.inputs_of("state"))  # by a loss scale
             if GRAD_NORM in self.metric_names and self._accumulated == 1 and not scaled:
+                vectors = [vector for vector, _ in self._engine.gradient_vectors(pending=False)]
                 self._norm = workers.norm(vectors) * (1 if self.layout == "vector" else scale)
         if spec is not None:
             control = self._control(spec, number, grad_scale=scale)
@@ -739,6 +757,7 @@ class Trainer(SummaryRepr):
 
     def pending_updates(self) -> list[tuple[str, np.ndarray]]:
         """Return the result of :meth:`compute` for each parameter: its new value or gradient."""
+        self._finish_sums()
         return self._engine.pending_updates()
 
     def debug_feeds(
