@@ -1,81 +1,142 @@
-"""Kill workers at random points: ``python -m tests.distributed.kills [RUNS] [SEED]``.
+"""Kill workers of torchrun at random points: ``python -m tests.distributed.kills [RUNS] [SEED]``.
 
-Every run must end on all workers within ten seconds, name the killed one, and continue to the
-weights of a run that nobody has killed, to the bit.
+Points are drawn from the whole life of a worker: imports, meeting the others, training, the end.
+Every run must end on all workers within ten seconds of the kill, torchrun must name the killed
+worker, and the workers that it starts again must reach the weights of a run that nobody has killed,
+to the bit.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import numpy as np
+import psutil
 
 from . import nets
-from .pool import Pool
 
-TASK = "tests.distributed.nets.resumable"
-LIMIT = 10.0
+WORKERS, LIMIT, PATIENCE = 2, 10.0, 180.0
+PAUSE = 0.15
+"""Seconds between two batches: about as much time in training as in imports."""
 
 
 def main(runs: int, seed: int) -> int:
     """Return the number of failures."""
-    draw, failures, longest, before_start = random.Random(seed), 0, 0.0, 0
+    draw, failures, ends = random.Random(seed), 0, list[float]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         nets.artifacts("mlp").save(folder / "art")
-        pool = Pool(2)
-        whole = pool.run(2, TASK, name, str(folder / "whole"), 0.0)[0]
-        pool.close()
+        agent, workers = launch(folder, "whole", None)
+        start = time.monotonic()
+        agent.wait(PATIENCE)
+        life = time.monotonic() - start
+        print(f"workers live for {life:.1f} s")
         for run in range(runs):
-            out, victim = str(folder / f"run{run}"), draw.randrange(2)
-            pool = Pool(2)
-            pool.start(2, TASK, name, out, 0.02)
-            time.sleep(draw.uniform(0.0, 2.5))
-            os.kill(pool.processes[victim].pid, signal.SIGKILL)
-            start = time.monotonic()
-            survivor = _result(pool, 1 - victim)
-            seconds = time.monotonic() - start
-            pool.close()
-            finished = isinstance(survivor, dict)
-            text = str(survivor)
-            early = "before the group" in text or "waited 8 s" in text
-            before_start += early
-            named = finished or early or f"lost worker {victim}" in text
-            longest = max(longest, seconds)
-            pool = Pool(2)
-            again = pool.run(2, TASK, name, out, 0.0)[0]
-            pool.close()
-            same = isinstance(again, dict) and all(
-                np.array_equal(again[n], whole[n]) for n in whole
+            with (folder / f"log{run}").open("w+") as log:
+                agent, workers = launch(folder, f"run{run}", log)
+                victim, delay = draw.randrange(WORKERS), draw.uniform(0, life)
+                ended, what = kill(workers, victim, delay)
+                checkpoints = list((folder / f"run{run}" / "checkpoints").glob("step-*"))
+                code = agent.wait(PATIENCE)
+                log.seek(0)
+                report = log.read()
+            named = what == "had ended" or re.search(
+                rf"exitcode: -9\) local_rank: {victim}\b", report
             )
-            good = same and named and seconds < LIMIT
-            failures += not good
+            problems = [
+                *([f"torchrun ended with {code}: {report[-2000:]}"] if code else []),
+                *(["another result"] if not same(folder, f"run{run}") else []),
+                *(["not named"] if not named else []),
+                *(["late"] if ended > LIMIT else []),
+            ]
+            failures += bool(problems)
+            ends.append(ended)
             print(
-                f"run {run}: worker {victim} killed, the other ended after {seconds:.1f} s, "
-                f"{'had finished' if finished else 'named it' if named else repr(survivor)}, "
-                f"{'same bits' if same else f'DIFFERENT: {again!r}'}",
+                f"run {run}: worker {victim} {what} after {delay:.1f} s, all ended within "
+                f"{ended:.2f} s, {'with' if checkpoints else 'without'} a checkpoint: "
+                + ("; ".join(problems) or "same bits"),
                 flush=True,
             )
-    print(
-        f"{runs} runs, {failures} failures, longest end {longest:.1f} s, "
-        f"{before_start} before the group had formed"
-    )
+    print(f"{runs} runs, {failures} failures, longest end {max(ends):.2f} s")
     return failures
 
 
-def _result(pool: Pool, rank: int) -> Any:
+def launch(folder: Path, out: str, log: IO[str] | None) -> tuple[subprocess.Popen[str], list[int]]:
+    """Start torchrun; return it, and the process ids of its workers once they are there."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
+    command += [f"--nproc-per-node={WORKERS}", "-m", "tests.distributed.kills", "work"]
+    agent = subprocess.Popen(
+        [*command, str(folder), str(folder / out)], stdout=log, stderr=log, text=True
+    )
+    while agent.poll() is None:
+        # A child of the agent is a copy of it, before it is a worker.
+        ranks = {c.environ().get("RANK"): c.pid for c in children(agent.pid)}
+        if all(str(r) in ranks for r in range(WORKERS)):
+            return agent, [ranks[str(r)] for r in range(WORKERS)]
+        time.sleep(0.01)
+    raise RuntimeError("torchrun has started no workers")
+
+
+def children(pid: int) -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process(pid).children():
+        try:
+            child.environ()
+        except psutil.Error:
+            continue
+        found.append(child)
+    return found
+
+
+def kill(workers: list[int], victim: int, delay: float) -> tuple[float, str]:
+    """Kill a worker after some seconds; return how long the others lived on, and what happened."""
+    time.sleep(delay)
+    if not psutil.pid_exists(workers[victim]):
+        return 0.0, "had ended"
     try:
-        return pool.result(rank, 2 * LIMIT)
-    except TimeoutError as error:
-        return error
+        os.kill(workers[victim], signal.SIGKILL)
+    except ProcessLookupError:
+        return 0.0, "had ended"
+    start = time.monotonic()
+    while any(map(alive, workers)) and time.monotonic() - start < 4 * LIMIT:
+        time.sleep(0.01)
+    return time.monotonic() - start, "was killed"
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def same(folder: Path, out: str) -> bool:
+    """Return whether a run has the weights of the whole one."""
+    try:
+        a, b = (np.load(folder / f"{n}.npz") for n in (out, "whole"))
+    except OSError:
+        return False
+    return a.files == b.files and all(np.array_equal(a[n], b[n]) for n in a.files)
+
+
+def work(folder: str, out: str) -> None:
+    """Train as a worker, from the last checkpoint."""
+    state = nets.resumable(folder, out, PAUSE)
+    if os.environ["RANK"] == "0":
+        np.savez(f"{out}.npz", **state)  # pyright: ignore[reportArgumentType]
 
 
 if __name__ == "__main__":
-    sys.exit(main(*(int(a) for a in (*sys.argv[1:], "50", "0")[:2])) > 0)
+    if sys.argv[1:2] == ["work"]:
+        work(*sys.argv[2:])
+    else:
+        sys.exit(main(*(int(a) for a in (*sys.argv[1:], "50", "0")[:2])) > 0)

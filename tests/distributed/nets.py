@@ -212,7 +212,6 @@ def of_batches(folder: str, kind: str) -> list[float]:
 
 def resumable(folder: str, out: str, pause: float) -> dict[str, np.ndarray]:
     """Train with a checkpoint after every step, and continue what is there."""
-    distributed.JOIN_SECONDS = 8.0  # without torchrun, nobody ends those who wait for the dead
     trainer = Trainer(f"{folder}/art", threads=1, distributed="auto")
     named = dict(zip(trainer.inputs, data("mlp").values(), strict=True))
 
@@ -223,6 +222,23 @@ def resumable(folder: str, out: str, pause: float) -> dict[str, np.ndarray]:
             yield {n: a[order[first : first + BATCH]] for n, a in named.items()}
 
     trainer.fit(batches, epochs=4, progress=False, directory=out, resume=True, checkpoint_every=1)
+    return trainer.state_dict()
+
+
+def continued(folder: str, out: str, stop_at: int, shard_state: bool) -> dict[str, np.ndarray]:
+    """Continue what is there up to a step, in the middle of an epoch."""
+    trainer = Trainer(
+        f"{folder}/art", threads=1, seed=5, distributed="auto", shard_state=shard_state
+    )
+    named = dict(zip(trainer.inputs, data("mlp").values(), strict=True))
+
+    class Stop(Callback):
+        def on_step(self, run: Any, result: Any) -> None:
+            if result.step == stop_at:
+                run.stop = "here"
+
+    options: dict[str, Any] = {"batch_size": BATCH, "directory": out, "progress": False}
+    trainer.fit(named, epochs=EPOCHS, resume=True, callbacks=[Stop()], **options)
     return trainer.state_dict()
 
 

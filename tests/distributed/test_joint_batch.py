@@ -86,3 +86,19 @@ def test_finetune_weighs_parts_by_their_tokens(pool: Pool, tmp_path: Path) -> No
     np.testing.assert_allclose(first[0], one[0], rtol=1e-6)
     assert first == (second[0], one[1])
     assert second[1] == []
+
+
+@pytest.mark.parametrize("numbers", [(2, 3, 1), (1, 2, 2)])
+def test_a_run_continues_with_another_number_of_workers(
+    numbers: tuple[int, ...], pool: Pool, tmp_path: Path
+) -> None:
+    nets.artifacts("mlp").save(tmp_path / "art")
+    task = "tests.distributed.nets.continued"
+    (whole,) = pool.run(1, task, str(tmp_path), str(tmp_path / "whole"), 0, False)
+    state: dict[str, np.ndarray] = {}
+    for workers, stop_at in zip(numbers, (7, 13, 0), strict=True):  # in epochs of three steps
+        arguments = (str(tmp_path), str(tmp_path / "run"), stop_at, workers == 2)
+        state, *_ = pool.run(workers, task, *arguments)
+    weights = [n for n in whole if not n.startswith("optim/")]
+    assert distance(*({n: s[n] for n in weights} for s in (state, whole))) < 1e-6
+    assert distance(state, whole) < 1e-5

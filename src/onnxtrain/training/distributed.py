@@ -36,6 +36,8 @@ BUCKET_BYTES = 25 << 20
 """Bytes of gradients per all-reduce, as in DistributedDataParallel."""
 JOIN_SECONDS = 120.0
 """How long workers wait for each other at the start."""
+CONNECT_SECONDS = 8.0
+"""How long they connect once all are there: only a worker that dies then takes longer."""
 WAIT_SECONDS = 1800.0
 """How long a worker waits for the others later."""
 _PEER_SECONDS = 2.0
@@ -139,6 +141,8 @@ def _initialize(torch: Any, device: str) -> None:
 def _form(torch: Any, store: Any, rank: int, size: int, address: str, device: str) -> None:
     """Wait for all workers, then create the group."""
     dist = torch.distributed
+    if device != "cpu":
+        torch.cuda.set_device(_local_device(device))
     # The keys name who is missing, which the group itself does not.
     keys = [f"worker/{r}" for r in range(size)]
     store.set(keys[rank], "here")
@@ -150,11 +154,8 @@ def _form(torch: Any, store: Any, rank: int, size: int, address: str, device: st
                 f"{_listing(missing)}\nhint: start the missing workers with the same WORLD_SIZE"
             )
         time.sleep(0.05)
-    backend = "gloo"
-    if device != "cpu":
-        torch.cuda.set_device(_local_device(device))
-        backend = "cpu:gloo,cuda:nccl"
-    seconds = datetime.timedelta(seconds=JOIN_SECONDS)
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    seconds = datetime.timedelta(seconds=CONNECT_SECONDS)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=seconds)
     # Later, workers wait for worker 0 while it validates or writes files.
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=WAIT_SECONDS))

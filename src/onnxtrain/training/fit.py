@@ -448,15 +448,17 @@ class Run:
         )
 
     def _epoch(self) -> None:
+        stops = False  # on all workers; only one of them has the reason
         for batch in self.source.batches(self.epoch, self.batch):
             self._step(batch)
-            if self._stops_now() and not self.trainer.accumulating:
+            stops = self._stops_now() and not self.trainer.accumulating
+            if stops:
                 break
         else:
             if not self.batch:
                 raise ShapeError("the data has no batch to train on")
             self._end_epoch()
-        if self.rotation is not None and (self.stop or self.batch == 0):
+        if self.rotation is not None and (stops or self.batch == 0):
             self._checkpoint()
 
     def _stops_now(self) -> bool:

@@ -165,9 +165,7 @@ class Trainer(SummaryRepr):
         shard_state = shard_state and self._peers is not None
         if shard_state and layout == "auto":
             layout = "separate"
-        self.layout = resolve_layout(
-            artifacts, layout, device, distributed=self._peers is not None
-        )
+        self.layout = resolve_layout(artifacts, layout, device, distributed=self._peers is not None)
         """Name of the layout that runs: ``"fused"``, ``"separate"`` or ``"vector"``."""
         if not 0 <= seed < SEED_LIMIT:
             raise OnnxTrainError(f"seed must be in [0, {SEED_LIMIT}), got {seed}")
@@ -208,9 +206,9 @@ class Trainer(SummaryRepr):
         self._graph_digests: dict[str, str] | None = None
         # Of the last batch: rows of this worker and of all.
         self._share: tuple[float, float] = (1, 1)
-        self._factor = 1.0  # of the gradients of this worker, in the sum over workers
+        # Of the gradients: the factor of this worker in the sum over workers, and their norm.
+        self._factor, self._norm = 1.0, None
         self._wait_for_sums: Callable[[], None] | None = None
-        self._norm: float | None = None
         self.part_outputs: dict[str, np.ndarray] = {}
         """Results of this worker's part of the last batch."""
         if self.workers is not None:
