@@ -232,3 +232,25 @@ def test_a_size_that_the_exporters_fix_is_an_error_and_not_symbolic() -> None:
     """The second input has two rows for each row of the first: both grow, and the model fails."""
     with pytest.raises(ExportError, match="another batch"):
         from_torch(Baked(), (torch.randn(4, 2), torch.randn(8)))
+
+
+def test_the_table_of_operators_is_built_once(monkeypatch) -> None:
+    from torch.onnx._internal.exporter import _core, _registration
+
+    tables = []
+    export = _core.export
+
+    def spy(*args, **options):
+        tables.append(options["registry"])
+        return export(*args, **options)
+
+    monkeypatch.setattr(_core, "export", spy)
+    before = vars(_registration.ONNXRegistry)["from_torchlib"]
+    net, x = nn.Linear(3, 2), torch.randn(2, 3)
+    first = from_torch(net, x)
+    tables[0].register_op(torch.ops.aten.addmm.default, lambda *_: None)
+    second = from_torch(net, x)
+    assert [n.op_type for n in second.graph] == [n.op_type for n in first.graph]
+    mine, other = ([*map(id, t.get_decomps(torch.ops.aten.addmm.default))] for t in tables)
+    assert mine[1:] == other  # the same functions; what one export adds stays in its table
+    assert vars(_registration.ONNXRegistry)["from_torchlib"] is before

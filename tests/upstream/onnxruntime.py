@@ -7,9 +7,11 @@ import dataclasses
 import enum
 import importlib
 import re
+import signal
 import sys
 import tempfile
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ API, OPS = "orttraining_test_ortmodule_api.py", "orttraining_test_ortmodule_onnx
 HELPERS = ("_test_helpers.py", "_test_commons.py", "_orttraining_ortmodule_models.py")
 PARAMETER_SETS = 1
 """Of each test that run; one test has 792."""
+LONGEST = 240
+"""Seconds of one test."""
 HOW = "tests of ORTModule, on `install()`, CPU for CUDA"
 INTERNALS = "reads private internals of ORTModule"
 NEEDS_CUDA = "needs a CUDA device: moves modules or data between two devices"
@@ -103,6 +107,21 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
         for some in by_test.values()
         for n in range(min(len(some), PARAMETER_SETS))
     ]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """End a test that runs for too long."""
+    signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(LONGEST)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+
+
+def _too_long(*_: object) -> None:
+    raise TimeoutError(f"the test ran for more than {LONGEST} s")
 
 
 class _Policy(enum.IntFlag):

@@ -175,7 +175,8 @@ def main(kind: str, setup: str, path: str, *arguments: str) -> int:
 
     outcomes, *options = arguments
     plugin = _Outcomes()
-    fixed = ["-q", "-p", "no:randomly", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore"]
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    fixed = ["-q", "-p", "no:cacheprovider", "-W", "ignore"]
     fixed += ["-c", os.devnull, f"--rootdir={Path(path).parent}"]
     pytest.main([*fixed, *options, path], plugins=[plugin])
     Path(outcomes).write_text(json.dumps(list(plugin.rows.values())))

@@ -16,11 +16,11 @@ from tests.upstream.stubs import torchtext
 
 TESTS = """
 import unittest
-from mlprodict.onnxrt import OnnxInference
+from netron.anything import start
 
 class Test(unittest.TestCase):
     def test_good(self):
-        assert OnnxInference is not None
+        assert callable(start)
 
     def test_bad(self):
         raise ValueError("rate is 0")
@@ -29,19 +29,26 @@ class Test(unittest.TestCase):
     def test_skipped(self):
         pass
 """
+PREPARE = """
+from tests.upstream import stubs
 
-
-def with_stubs() -> None:
-    from tests.upstream import stubs
-
-    stubs.install("mlprodict")
+def with_stubs():
+    stubs.install("netron")
+"""
 
 
 def test_outcomes_of_tests(tmp_path: Path) -> None:
     good, broken = tmp_path / "test_some.py", tmp_path / "test_broken.py"
     good.write_text(TESTS)
     broken.write_text("import a_package_that_is_gone")
-    results = run_tests("p", [good, broken], how="tests", setup=f"{__name__}:with_stubs")
+    (tmp_path / "prepare.py").write_text(PREPARE)
+    results = run_tests(
+        "p",
+        [good, broken],
+        how="tests",
+        setup="prepare:with_stubs",
+        environment={"PYTHONPATH": str(tmp_path)},
+    )
     assert [(r.program, r.outcome, r.reason) for r in results] == [
         ("test_some.py::Test::test_bad", "fail", "ValueError: rate is 0"),
         ("test_some.py::Test::test_good", "pass", ""),

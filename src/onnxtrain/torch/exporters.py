@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import importlib
 import inspect
 import io
 import logging
@@ -36,7 +38,7 @@ def dynamo(module: nn.Module, inputs: Sequence[Any], names: Sequence[str], axes:
         shapes = tuple(dict(a) or None for a in axes)
         # torch.export wants the shapes of *args as one nested tuple.
         options["dynamic_shapes"] = (shapes,) if _has_var_positional(module) else shapes
-    with suppress_output(), _masks_as_given():
+    with suppress_output(), _masks_as_given(), _one_registry():
         program = torch.onnx.export(
             module,
             tuple(inputs),
@@ -108,6 +110,39 @@ def _masks_as_given() -> Iterator[None]:
         yield
     finally:
         transformer._detect_is_causal_mask = original
+
+
+_REGISTRIES: dict[Any, Any] = {}
+
+
+@contextlib.contextmanager
+def _one_registry() -> Iterator[None]:
+    """Let ``torch.onnx`` build its table of operators once per opset instead of in each export.
+
+    Building it parses 500 functions, which is half the time of exporting a small module. The
+    functions themselves are the same objects in each export; an export gets its own table of them.
+    Releases of torch without this class build the table each time.
+    """
+    try:
+        module = importlib.import_module("torch.onnx._internal.exporter._registration")
+        original: Any = vars(module.ONNXRegistry)["from_torchlib"]
+    except (ImportError, AttributeError, KeyError):
+        yield
+        return
+
+    def from_torchlib(cls: Any, *args: Any, **options: Any) -> Any:
+        key = (cls, args, *sorted(options.items()))
+        if key not in _REGISTRIES:
+            _REGISTRIES[key] = original.__get__(None, cls)(*args, **options)
+        registry = copy.copy(_REGISTRIES[key])
+        registry.functions = {target: list(some) for target, some in registry.functions.items()}
+        return registry
+
+    module.ONNXRegistry.from_torchlib = classmethod(from_torchlib)
+    try:
+        yield
+    finally:
+        module.ONNXRegistry.from_torchlib = original
 
 
 @contextlib.contextmanager
