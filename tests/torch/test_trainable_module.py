@@ -145,13 +145,90 @@ def test_behind_another_layer() -> None:
     close(first.weight.grad, expected[0])
 
 
-def test_a_module_that_changes_its_input_is_refused() -> None:
+class Shifted(nn.Module):
+    """Changes its first input, which the second result is computed from, and returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.fc(x.clone()).tanh()
+        x[rows] = y[rows] * x[rows]
+        return x, x.exp()
+
+
+@pytest.mark.parametrize("before", [None, nn.Linear(3, 3)], ids=["data", "hidden"])
+def test_a_module_that_changes_its_input(before) -> None:
+    theirs, rows = Shifted(), torch.tensor([2, 0])
+    ours = TrainableModule(copy.deepcopy(theirs))
+    found = []
+    for module in (ours, theirs):
+        torch.manual_seed(3)
+        values = []
+        for batch in (4, 5, 4):
+            x = torch.randn(batch, 3)
+            hidden = x if before is None else before(x)
+            y, z = module(hidden, rows)
+            (y.square().sum() + (z * hidden).sum()).backward()  # reads the changed input
+            values += [y, z, hidden]
+        parameters = [*module.parameters(), *(before.parameters() if before else ())]
+        found.append([*values, *(p.grad.clone() for p in parameters)])
+        if before:
+            before.zero_grad()
+    for a, b in zip(*found, strict=True):
+        close(a, b)
+        assert a.requires_grad == b.requires_grad
+
+
+def test_a_leaf_is_not_changed_in_place() -> None:
     ours = TrainableModule(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3)))
-    hidden = nn.Linear(3, 3)(torch.randn(2, 3))
-    before = hidden.detach().clone()
-    with pytest.raises(OnnxTrainError, match="Sequential changes its input in place: tensor 0"):
-        ours(hidden)
-    assert hidden.equal(before)
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        ours(torch.randn(2, 3, requires_grad=True))
+
+
+class Opaque:
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+
+class Extras(nn.Module):
+    """Returns values other than tensors, as ``extra`` computes them."""
+
+    def __init__(self, extra) -> None:
+        super().__init__()
+        self.fc, self.extra = nn.Linear(3, 2), extra
+
+    def forward(self, x: torch.Tensor) -> tuple:
+        y = self.fc(x)
+        return y, self.extra(y)
+
+
+def test_results_that_are_constants_come_back() -> None:
+    constants = [None, 0.5, 3, True, "mean", torch.float32]
+    ours = TrainableModule(Extras(lambda y: constants))
+    assert ours(torch.randn(2, 3))[1] == constants
+    assert ours(torch.randn(4, 3))[1] == constants
+
+
+def test_an_object_with_tensors_is_not_returned_again() -> None:
+    y, extra = TrainableModule(Extras(Opaque))(torch.ones(2, 3))
+    assert y.shape == (2, 2)
+    with pytest.raises(OnnxTrainError, match=r"Extras returns a Opaque, whose 'values' is not"):
+        extra.values.sum()
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [lambda y: len(y), lambda y: y.detach().mean().item(), lambda y: bool(y.detach().max() > 0)],
+    ids=["size", "value", "flag"],
+)
+def test_a_number_that_depends_on_inputs_is_refused(extra) -> None:
+    ours = TrainableModule(Extras(extra))
+    torch.nn.init.ones_(ours.fc.weight)
+    torch.nn.init.constant_(ours.fc.bias, -2.0)
+    with pytest.raises(OnnxTrainError, match="Extras returns a number that depends on its inputs"):
+        ours(torch.ones(2, 3))
 
 
 def test_gradients_accumulate_and_backward_twice(mlp) -> None:

@@ -20,7 +20,6 @@ import onnx
 import onnx_ir as ir
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from onnxtrain.autodiff.gradients import lift, load_normalized
 from onnxtrain.autodiff.split import split
@@ -34,13 +33,13 @@ from onnxtrain.graph.simplify import simplify
 from onnxtrain.modes import running_statistics
 from onnxtrain.modes.randomness import portable_dropout
 from onnxtrain.runtime import session as runtime
-from onnxtrain.torch.checking import detached_copy, restore_statistics
+from onnxtrain.torch.calls import INNER_PREFIX, FlatArguments, FlatModule, FlatResults
+from onnxtrain.torch.checking import detached_copy
 from onnxtrain.torch.export import export_module, last_report
 from onnxtrain.torch.exporters import ExportError
 
 logger = logging.getLogger(__name__)
 RNG = "onnxtrain.rng"
-_INNER_PREFIX = "inner."
 _MODULE_PREFIX = "module."
 Save = Callable[[str, onnx.ModelProto | ir.Model], None]
 """Receives the name of a stage and its model."""
@@ -91,28 +90,23 @@ class TrainableModule(nn.Module):
         return run
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        call = FlatArguments.of(args, kwargs)
-        call = _in_full_precision(self.module, call)
+        given = FlatArguments.of(args, kwargs)
+        call = _in_full_precision(self.module, given)
         differentiable = torch.is_grad_enabled()
         modes, known = modes_and_parameters(self.module)
         wrt = tuple(p.requires_grad for p in known) if differentiable else None
         compiled = self._compiled_call(call, tuple(modes), wrt)
         if compiled is None:
             return self.module(*args, **kwargs)
-        parameters = [known[i] for i in compiled.order]
+        assert compiled.results is not None
+        tensors = [*compiled.results.protected(call.tensors), *(known[i] for i in compiled.order)]
         if compiled.backward is None:
-            feeds = dict(
-                zip(
-                    [*compiled.inputs, *compiled.initializers],
-                    [*call.tensors, *parameters],
-                    strict=True,
-                )
-            )
+            feeds = dict(zip([*compiled.inputs, *compiled.initializers], tensors, strict=True))
             results = run_forward(compiled, self.module, feeds)
-            return compiled.result([results[n] for n in compiled.outputs])
-        return compiled.result(
-            CompiledFunction.apply(compiled, self.module, *call.tensors, *parameters)
-        )
+            outputs = [results[n] for n in compiled.outputs]
+        else:
+            outputs = CompiledFunction.apply(compiled, self.module, *tensors)
+        return compiled.results.restore(outputs, given.tensors)
 
     def _compiled_call(
         self, call: FlatArguments, modes: tuple[bool, ...], wrt: tuple[bool, ...] | None
@@ -210,62 +204,6 @@ def _reason(error: OnnxTrainError) -> str:
     return " ".join(line for line in lines if not line.startswith("hint:"))
 
 
-@dataclasses.dataclass(frozen=True)
-class FlatArguments:
-    """The flattened arguments of one call: tensors and other leaves."""
-
-    tensors: tuple[torch.Tensor, ...]
-    leaves: tuple[Any, ...]
-    """All leaves in order, with ``None`` in place of the tensors."""
-    positions: tuple[int, ...]
-    """Indices of the tensors in ``leaves``."""
-    structure: Any
-    structure_key: Any
-    """Hashable form of everything except the tensors."""
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FlatArguments:
-        """Flatten the arguments of a call."""
-        if not kwargs and all(isinstance(x, torch.Tensor) for x in args):
-            return cls(args, *_only_tensors(len(args)))
-        leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
-        positions = tuple(i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor))
-        others = tuple(None if isinstance(x, torch.Tensor) else x for x in leaves)
-        return cls(
-            tuple(leaves[i] for i in positions),
-            others,
-            positions,
-            structure,
-            _structure_key(others, positions, structure),
-        )
-
-    @property
-    def kind(self) -> Any:
-        """Key of calls that can share an export: everything except tensor values and sizes."""
-        tensors = tuple((t.dim(), t.dtype, t.device, t.requires_grad) for t in self.tensors)
-        return tensors, self.structure_key
-
-    def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments of the same structure with other tensors."""
-        leaves = list(self.leaves)
-        for position, t in zip(self.positions, tensors, strict=True):
-            leaves[position] = t
-        return pytree.tree_unflatten(leaves, self.structure)
-
-
-@functools.lru_cache(maxsize=64)
-def _only_tensors(count: int) -> tuple[Any, ...]:
-    """Return the other fields for a call with ``count`` positional tensors, the usual case."""
-    leaves, positions = (None,) * count, tuple(range(count))
-    structure = pytree.tree_structure((leaves, {}), is_leaf=lambda x: x is None)
-    return leaves, positions, structure, _structure_key(leaves, positions, structure)
-
-
-def _structure_key(leaves: tuple[Any, ...], positions: tuple[int, ...], structure: Any) -> Any:
-    values = tuple(x if isinstance(x, bool | int | float | str) else repr(x) for x in leaves)
-    return tuple(map(type, leaves)), values, positions, str(structure)
-
-
 @dataclasses.dataclass
 class CompiledCall:
     """The forward and backward session of one kind of call, and the values they exchange."""
@@ -298,10 +236,8 @@ class CompiledCall:
     cotangents: tuple[str, ...] = ()
     """Inputs of the backward graph with these cotangents."""
     wrt: tuple[str, ...] = ()
-    structure: Any = None
-    leaves: tuple[Any, ...] = ()
-    """Leaves of the outputs, with ``None`` in place of the tensors."""
-    positions: tuple[int, ...] = ()
+    results: FlatResults | None = None
+    """How the module returns the outputs; ``None`` if the caller arranges them."""
     constants: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     """Flags and counts among the inputs that the graph does not read, by position.
 
@@ -319,15 +255,6 @@ class CompiledCall:
                 if size != expected:
                     return False
         return all(torch.equal(tensors[i], value) for i, value in self.constants.items())
-
-    def result(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the outputs in the structure that the module returns."""
-        if self.structure.is_leaf():
-            return tensors[0]
-        leaves = list(self.leaves)
-        for position, t in zip(self.positions, tensors, strict=True):
-            leaves[position] = t
-        return pytree.tree_unflatten(leaves, self.structure)
 
 
 class Session:
@@ -374,11 +301,8 @@ def compile_call(
     """
     device = device_of(module, call.tensors)
     call = dataclasses.replace(call, tensors=detached_copy(call.tensors))
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), restore_statistics(module):
-        args, kwargs = call.arguments(call.tensors)
-        leaves, structure = pytree.tree_flatten(module(*args, **kwargs))
-    _check_inputs_unchanged(module, call.tensors)
-    model = _export(module, call, previous)
+    results = FlatResults.of(module, call)
+    model = _export(module, call, results, previous)
     save("torch_exported", model)
     parameters, initializers = _distinct_parameters(model)
     input_names = [x.name or "" for x in model.graph.inputs]
@@ -394,9 +318,9 @@ def compile_call(
     updated_buffers = expose_statistics(work)
     _check_statistics_updated(model, updated_buffers)
     read = {
-        f"{_INNER_PREFIX}{n}": n
+        f"{INNER_PREFIX}{n}": n
         for n, _ in module.named_buffers()
-        if f"{_INNER_PREFIX}{n}" in graph.initializers
+        if f"{INNER_PREFIX}{n}" in graph.initializers
     }
     lift(graph, [graph.initializers[n] for n in read])
     wrt = [
@@ -422,9 +346,7 @@ def compile_call(
         read=read,
         random=any(x.name == RNG for x in graph.inputs),
         device=device,
-        structure=structure,
-        leaves=tuple(None if isinstance(x, torch.Tensor) else x for x in leaves),
-        positions=tuple(i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)),
+        results=results,
         constants={
             i: t
             for i, (t, x) in enumerate(zip(call.tensors, model.graph.inputs, strict=True))
@@ -432,43 +354,19 @@ def compile_call(
         },
         order=_order(module, parameters),
     )
-    if len(compiled.positions) != len(output_names):
+    if results.count != len(output_names):
         raise ExportError(
-            f"{type(module).__name__} returns {len(compiled.positions)} tensors, "
+            f"{type(module).__name__} returns {results.count} tensors, "
             f"the exported graph has {len(output_names)} outputs"
         )
     split_graphs(compiled, work, wrt, threads, save)
     return compiled
 
 
-def _check_inputs_unchanged(module: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
-    """Raise if a forward pass on these fresh copies changed one: sessions never write to inputs."""
-    changed = [str(i) for i, t in enumerate(tensors) if not t.is_inference() and t._version]
-    if changed:
-        raise ExportError(
-            f"{type(module).__name__} changes its input in place: tensor {', '.join(changed)}\n"
-            "hint: use the form that returns a new tensor, such as nn.ReLU(inplace=False), or "
-            "clone the input in forward"
-        )
-
-
-class _TensorsOnly(nn.Module):
-    """The module as a function from tensors to tensors."""
-
-    def __init__(self, module: nn.Module, call: FlatArguments) -> None:
-        super().__init__()
-        self.inner = module
-        self.call = call
-        self.training = module.training
-
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        args, kwargs = self.call.arguments(tensors)
-        leaves = pytree.tree_leaves(self.inner(*args, **kwargs))
-        return tuple(x for x in leaves if isinstance(x, torch.Tensor))
-
-
-def _export(module: nn.Module, call: FlatArguments, previous: Sequence[CompiledCall]) -> ir.Model:
-    flat = _TensorsOnly(module, call)
+def _export(
+    module: nn.Module, call: FlatArguments, results: FlatResults, previous: Sequence[CompiledCall]
+) -> ir.Model:
+    flat = FlatModule(module, call, results.changed)
     names = [f"input_{i}" for i in range(len(call.tensors))]
     label = type(module).__name__
     # From most to least dynamic: some modules export only with fixed sizes.
@@ -505,7 +403,7 @@ def _distinct_parameters(model: ir.Model) -> tuple[list[str], list[str]]:
     """Return the distinct parameters: their names in the module, and their initializers."""
     by_initializer: dict[str, str] = {}
     for name, initializer in last_report(model).names.items():
-        by_initializer.setdefault(initializer, name.removeprefix(_INNER_PREFIX))
+        by_initializer.setdefault(initializer, name.removeprefix(INNER_PREFIX))
     return list(by_initializer.values()), list(by_initializer)
 
 
@@ -517,14 +415,14 @@ def expose_statistics(work: ir.Model) -> dict[str, str]:
         out = op.Identity(buffer.new)
         out.name = f"{buffer.name}.out"
         work.graph.outputs.append(out)
-        updated_buffers[out.name] = buffer.name.removeprefix(_INNER_PREFIX)
+        updated_buffers[out.name] = buffer.name.removeprefix(INNER_PREFIX)
     return updated_buffers
 
 
 def _check_statistics_updated(model: ir.Model, updated_buffers: Mapping[str, str]) -> None:
     """Raise if normalizing the graph lost the training mode of a BatchNormalization."""
     wrt = {
-        (x.name or "").removeprefix(_INNER_PREFIX)
+        (x.name or "").removeprefix(INNER_PREFIX)
         for node in nodes(model.graph, "BatchNormalization", subgraphs=True)
         for x in node.inputs[3:]
         if x is not None
