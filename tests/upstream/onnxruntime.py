@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import enum
 import importlib
+import random
 import re
 import signal
 import sys
@@ -15,19 +15,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.upstream.process import run_tests
-from tests.upstream.results import Result
+from tests.upstream.results import Result, merged
 
 NAME = "onnxruntime"
 FOLDER = Path("orttraining/orttraining/test/python")
 API, OPS = "orttraining_test_ortmodule_api.py", "orttraining_test_ortmodule_onnx_ops.py"
 HELPERS = ("_test_helpers.py", "_test_commons.py", "_orttraining_ortmodule_models.py")
-PARAMETER_SETS = 1
-"""Of each test that run; one test has 792."""
-LONGEST = 240
+LONGEST = 900
 """Seconds of one test."""
 HOW = "tests of ORTModule, on `install()`, CPU for CUDA"
 INTERNALS = "reads private internals of ORTModule"
@@ -49,7 +48,6 @@ CAUSES_OF = {
     "test_ortmodule_setattr_ortmodule_attribute": INTERNALS,
     "test_runtime_inspector_label_and_embed_sparsity_detection": INTERNALS,
     "test_ortmodule_string_inputs_are_ignored": "asserts the text of a log message",
-    "test_scatternd_correctness": "changes an input in place, which is an error here",
     "test_aten_multinomial": "torch's exporters export multinomial of a vector wrongly",
     "test_gradient_correctness_argmax_unfold": "rounding: torch itself differs by 1e-4 from "
     "float64, the tolerance",
@@ -77,11 +75,12 @@ def run(checkout: Path) -> list[Result]:
             environment={"PYTHONPATH": name},
             timeout=4 * 3600,
         )
-    return [caused(r) for r in results]
+    return merged(caused(r) for r in results)
 
 
 def _on_cpu(text: str) -> str:
     text = re.sub(r"(['\"])cuda(:\d+)?\1", '"cpu"', text)
+    text = text.replace("for _step in range(1000)", "for _step in range(50)")  # of 12 GFLOP
     return text.replace(".cuda()", ".cpu()").replace("torch.cuda.synchronize()", "None")
 
 
@@ -97,21 +96,12 @@ def caused(result: Result) -> Result:
     return dataclasses.replace(result, reason=cause, outside=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Keep some parameter sets of each test, evenly spaced."""
-    by_test: dict[str, list[pytest.Function]] = collections.defaultdict(list)
-    for item in items:
-        by_test[item.originalname].append(item)
-    items[:] = [
-        some[len(some) * n // min(len(some), PARAMETER_SETS)]
-        for some in by_test.values()
-        for n in range(min(len(some), PARAMETER_SETS))
-    ]
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Iterator[None]:
-    """End a test that runs for too long."""
+    """Start a test at seed 0, and end it if it runs for too long."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
     signal.signal(signal.SIGALRM, _too_long)
     signal.alarm(LONGEST)
     try:

@@ -26,6 +26,8 @@ class Result:
     """Which part of the project was run, and what was changed: "tests, imports changed"."""
     outside: bool = False
     """Whether the cause of a failure is known and is not in this project."""
+    count: int = 1
+    """Parameter sets of a test that ended so."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,15 @@ def explain(results: Iterable[Result], causes: Mapping[str, str]) -> list[Result
     return explained
 
 
+def merged(results: Iterable[Result]) -> list[Result]:
+    """Return one result for all parameter sets of a test that ended in the same way."""
+    counts: dict[Result, int] = {}
+    for result in results:
+        key = dataclasses.replace(result, program=result.program.partition("[")[0], count=1)
+        counts[key] = counts.get(key, 0) + result.count
+    return [dataclasses.replace(result, count=n) for result, n in counts.items()]
+
+
 def summary(results: Iterable[Result]) -> str:
     """Return a table of counts: one row for each way to run a project."""
     rows: dict[tuple[str, str], list[Result]] = {}
@@ -77,7 +88,9 @@ def summary(results: Iterable[Result]) -> str:
         rows.setdefault((result.project, result.how), []).append(result)
     lines = ["| project | what runs | pass | fail | skip |", "|---|---|---:|---:|---:|"]
     for (project, how), some in rows.items():
-        counts = [sum(r.outcome == kind for r in some) for kind in ("pass", "fail", "skip")]
+        counts = [
+            sum(r.count for r in some if r.outcome == kind) for kind in ("pass", "fail", "skip")
+        ]
         lines.append(f"| {project} | {how} | {' | '.join(map(str, counts))} |")
     return "\n".join(lines)
 
@@ -86,18 +99,23 @@ def not_passed(results: Iterable[Result]) -> str:
     """Return a table of everything that did not pass, with the reason."""
     lines = ["| what runs | program | outcome | reason |", "|---|---|---|---|"]
     lines += [
-        f"| {r.how} | `{r.program}` | {r.outcome} | {_cell(r.reason)} |"
+        f"| {r.how} | `{r.program}`{_sets(r)} | {r.outcome} | {_cell(r.reason)} |"
         for r in results
         if r.outcome != "pass"
     ]
     return "\n".join(lines) if len(lines) > 2 else ""
 
 
+def _sets(result: Result) -> str:
+    return f", {result.count} parameter sets" if result.count > 1 else ""
+
+
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def _row(result: Result) -> dict[str, str | bool]:
+def _row(result: Result) -> dict[str, str | bool | int]:
+    defaults = {f.name: f.default for f in dataclasses.fields(result)}
     row = dataclasses.asdict(result)
     del row["project"]
-    return {name: value for name, value in row.items() if value}
+    return {name: value for name, value in row.items() if value != defaults[name]}

@@ -11,7 +11,7 @@ from tests.upstream.getting_started import write_corpus
 from tests.upstream.onnxruntime import caused
 from tests.upstream.process import run_script, run_tests
 from tests.upstream.projects import BEGIN, END, PAGE, PROJECTS, page, write_page
-from tests.upstream.results import Result, Run, explain, stored
+from tests.upstream.results import Result, Run, explain, merged, not_passed, stored, summary
 from tests.upstream.stubs import torchtext
 
 TESTS = """
@@ -86,6 +86,22 @@ def test_stored_results_come_back(tmp_path: Path) -> None:
     (again,) = stored(tmp_path)
     assert set(again.results) == set(results)
     assert again.commit == run.commit
+
+
+def test_parameter_sets_of_a_test_are_counted(tmp_path: Path) -> None:
+    sets = [
+        Result("p", f"a::x[{n}]", "pass" if n else "fail", "" if n else "kink") for n in (0, 1, 2)
+    ]
+    sets.append(Result("p", "a::x[3]", "fail", "kink"))
+    run = Run("p", "0123456789ab", tuple(merged(sets)))
+    assert [(r.program, r.outcome, r.count) for r in run.results] == [
+        ("a::x", "fail", 2),
+        ("a::x", "pass", 2),
+    ]
+    assert summary(run.results).endswith("| p |  | 2 | 2 | 0 |")
+    assert "`a::x`, 2 parameter sets | fail | kink" in not_passed(run.results)
+    run.store(tmp_path)
+    assert stored(tmp_path)[0].results == run.results
 
 
 def test_the_page_shows_the_stored_results(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def _constant(leaf: Any, module: str) -> Any:
 
 
 class NotReturned:
-    """Stands for an object that a module returns and a session cannot; reading it raises."""
+    """Placeholder of an object that a module returns and a session cannot; reading it raises."""
 
     def __init__(self, module: str, kind: str) -> None:
         self.__dict__.update(_module=module, _kind=kind)
