@@ -16,6 +16,7 @@ SECTIONS = {
         "federated",
         *(
             "quantization",
+            "continual-learning",
             "lowering",
             "own-operators",
             "onnx-standard",

@@ -414,7 +414,7 @@ def _loss_name(loss: LossLike) -> str:
 def _optimizer_settings(optimizer: Optimizer) -> dict[str, Any]:
     values = dataclasses.asdict(optimizer)
     values["groups"] = [dataclasses.asdict(g) for g in optimizer.groups]
-    for name, default in (("proximal", 0.0), ("state_bits", 32)):
+    for name, default in (("proximal", 0.0), ("ewc", 0.0), ("state_bits", 32)):
         if values[name] == default:
             del values[name]
     return {"name": type(optimizer).__name__, **values}

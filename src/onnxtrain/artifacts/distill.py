@@ -28,6 +28,7 @@ def distill(
     output: str | None = None,
     teacher_output: str | None = None,
     features: Mapping[str, str] | None = None,
+    classes: int | None = None,
     **options: Any,
 ) -> Artifacts:
     """Return training artifacts of a student that learns from a teacher.
@@ -52,6 +53,8 @@ def distill(
         output: the student's output with logits; needed if it has several.
         teacher_output: the same of the teacher.
         features: values of the student and of the teacher that are to be equal, by name.
+        classes: number of classes of the teacher, if the student has more: after
+            ``replace_head(add_classes=)``, the model before teaches its classes.
         options: further options of :func:`onnxtrain.build`.
     """
     if not 0.0 <= weight <= 1.0:
@@ -66,6 +69,7 @@ def distill(
         axis=axis,
         output=teacher_output,
         features=features,
+        classes=classes,
     )
     read = None if output is None else [output, *features]
     terms: list[LossTerm] = [LossTerm(distillation, output=read, weight=weight)]

@@ -27,6 +27,7 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder, python_operators
 from onnxtrain.importer import mark_constants
 from onnxtrain.losses.classification import BCE, CrossEntropy
+from onnxtrain.losses.distillation import Distillation
 from onnxtrain.losses.from_model import insert_model
 from onnxtrain.losses.logits import Reads, find_logits
 from onnxtrain.losses.loss import FLOAT, INT64, LOSSES, Loss, TargetSpec, reduce
@@ -418,6 +419,8 @@ def _build(scope: LossContext, metric: MetricLike, terms: Sequence[Term]) -> tup
 def _term_of(metric: Metric, terms: Sequence[Term]) -> Term | None:
     """Return the term whose prediction and target a metric uses."""
     candidates = [t for t in terms if t.loss is not None]
+    # Beside a teacher, metrics compare with the labels.
+    candidates = [t for t in candidates if not isinstance(t.loss, Distillation)] or candidates
     if metric.output is not None:
         candidates = [t for t in candidates if t.source and t.source.name == metric.output]
     if len(candidates) > 1:

@@ -35,6 +35,8 @@ class Distillation(Loss):
             squared error is added. Select the student's values by ``LossTerm(output=[...])``, after
             the logits.
         feature_weight: factor of these errors.
+        classes: number of classes of the teacher, if the student has learned more since; its first
+            ones are compared.
         reduction: ``"mean"`` or ``"sum"`` over rows, or ``"none"``.
     """
 
@@ -44,6 +46,7 @@ class Distillation(Loss):
     output: str | None = None
     features: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     feature_weight: float = 1.0
+    classes: int | None = None
 
     predictions: ClassVar[int] = 2
     reads = Reads.SOFTMAX_LOGITS
@@ -63,7 +66,14 @@ class Distillation(Loss):
 
     def targets(self, prediction: ir.Value) -> list[TargetSpec]:
         """Return the logits of the teacher, unless the loss computes them."""
-        return [] if self.teacher is not None else [target_like("teacher_logits", prediction)]
+        if self.teacher is not None:
+            return []
+        target = target_like("teacher_logits", prediction)
+        if self.classes is None:
+            return [target]
+        dims = list(target.dims)
+        dims[self.axis] = self.classes
+        return [dataclasses.replace(target, dims=tuple(dims))]
 
     def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit the loss."""
@@ -81,6 +91,9 @@ class Distillation(Loss):
     def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit the divergence of every row."""
         (teacher,) = targets
+        if self.classes is not None:
+            axis = self.axis % S.rank_of(prediction)
+            prediction = op.Slice(prediction, [0], [self.classes], [axis])
         check_same_rank(self, prediction, teacher)
         scale = 1.0 / self.temperature
         axis = self.axis % S.rank_of(prediction)

@@ -52,6 +52,9 @@ class Optimizer:
     proximal: float = 0.0
     """Add ``proximal * (p - anchor)`` to each gradient, as FedProx does. The slot ``anchor`` holds
     the initial parameter until a caller changes it."""
+    ewc: float = 0.0
+    """Add ``ewc * fisher * (p - anchor)`` to each gradient, elastic weight consolidation. The slot
+    ``fisher`` is zero until :meth:`onnxtrain.Trainer.consolidate` sets both slots."""
     state_bits: int = 32
     """8 stores the moments of large parameters in a byte per element, see ``quantized_state``."""
 
@@ -76,7 +79,7 @@ class Optimizer:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if (
-                field.name in ("eps", "weight_decay", "momentum", "proximal")
+                field.name in ("eps", "weight_decay", "momentum", "proximal", "ewc")
                 and isinstance(value, float)
                 and value < 0
             ):
@@ -94,9 +97,9 @@ class Optimizer:
         return self.chain(weight_decay)
 
     def links(self, name: str) -> tuple[Transform, ...]:
-        """Return the chain of a parameter, preceded by the proximal term."""
+        """Return the chain of a parameter, preceded by the pull towards anchors."""
         decay = self.group_of(name).weight_decay or 0.0
-        return T.chain(T.add_proximal(self.proximal), *self.chain_of(name, decay))
+        return T.chain(T.add_proximal(self.proximal, self.ewc), *self.chain_of(name, decay))
 
     def group_of(self, name: str) -> ParamGroup:
         """Return the settings of a parameter."""

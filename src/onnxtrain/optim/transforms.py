@@ -19,6 +19,8 @@ Scalars = dict[tuple[str, float], ir.Value]
 
 ANCHOR = "anchor"
 """The slot of the proximal term: the value that it pulls a parameter towards."""
+FISHER = "fisher"
+"""The slot of elastic weight consolidation: how much each element matters for earlier tasks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,20 +126,26 @@ def add_weight_decay(rate: float) -> Transform | None:
     return Transform(update) if rate else None
 
 
-def add_proximal(rate: float) -> Transform | None:
-    """Add ``rate * (p - anchor)`` to the gradient: the gradient of ``rate / 2 * ||p - anchor||²``.
+def add_proximal(rate: float, ewc: float = 0.0) -> Transform | None:
+    """Add ``(rate + ewc * fisher) * (p - anchor)`` to the gradient.
 
-    The anchor is state that the step does not change.
+    It is the gradient of ``rate / 2 * ||p - anchor||²`` and of elastic weight consolidation, the
+    same distance weighted by the diagonal of the Fisher information. Anchor and Fisher information
+    are state that the step does not change.
     """
+    names = (ANCHOR, FISHER) if ewc else (ANCHOR,)
 
     def update(u: Update) -> None:
         u.apply_pending_scale()
-        anchor = u.state[ANCHOR]
-        u.new_state[ANCHOR] = u.op.Identity(anchor)
-        distance = u.op.Sub(u.parameter, anchor)
-        u.gradient = u.op.Add(u.gradient, u.op.Mul(distance, rate))
+        u.new_state.update({name: u.op.Identity(u.state[name]) for name in names})
+        distance = u.op.Sub(u.parameter, u.state[ANCHOR])
+        if rate:
+            u.gradient = u.op.Add(u.gradient, u.op.Mul(distance, rate))
+        if ewc:
+            pull = u.op.Mul(u.op.Mul(u.state[FISHER], ewc), distance)
+            u.gradient = u.op.Add(u.gradient, pull)
 
-    return Transform(update, like(ANCHOR)) if rate else None
+    return Transform(update, like(*names)) if rate or ewc else None
 
 
 def decay_weights(rate: float) -> Transform | None:

@@ -272,7 +272,8 @@ def is_plain_adam(optimizer: Optimizer) -> bool:
         plain = not optimizer.weight_decay and not any(g.weight_decay for g in optimizer.groups)
     else:
         return False
-    return plain and not optimizer.amsgrad and not optimizer.proximal and all(optimizer.betas)
+    pulled = optimizer.proximal or optimizer.ewc
+    return plain and not optimizer.amsgrad and not pulled and all(optimizer.betas)
 
 
 def _apply_adam(

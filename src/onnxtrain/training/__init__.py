@@ -1,6 +1,7 @@
 """Training on stock ONNX Runtime."""
 
 from onnxtrain.training.callbacks import Best, Callback, EarlyStopping, MlflowLogger, WandbLogger
+from onnxtrain.training.continual import ReplayBuffer
 from onnxtrain.training.data import Stream
 from onnxtrain.training.data_files import DataFile, read_data
 from onnxtrain.training.evaluation import Evaluation
@@ -19,6 +20,7 @@ __all__ = [
     "LrCurve",
     "MlflowLogger",
     "Parameters",
+    "ReplayBuffer",
     "Run",
     "StepResult",
     "Stream",

@@ -23,6 +23,7 @@ from onnxtrain.errors import CheckpointError, OnnxTrainError, argument, by_calle
 from onnxtrain.runtime import session as runtime
 
 if TYPE_CHECKING:
+    from onnxtrain.training.continual import ReplayBuffer
     from onnxtrain.training.data import Batch
     from onnxtrain.training.trainer import Trainer
 
@@ -351,6 +352,7 @@ class LoadedCheckpoint(NamedTuple):
     arrays: dict[str, np.ndarray]
     progress: Progress
     meta: dict[str, Any]
+    replay: ReplayBuffer | None = None
 
 
 def check_lr(value: Any, name: str) -> float:

@@ -54,6 +54,7 @@ from onnxtrain.training.checks import (
     is_finite,
 )
 from onnxtrain.training.columns import arrays_of, class_names, class_properties
+from onnxtrain.training.continual import ReplayBuffer, consolidate
 from onnxtrain.training.data import (
     Batch,
     Transform,
@@ -138,6 +139,9 @@ class Trainer(SummaryRepr):
             optimizer state (ZeRO stage 1), with the same results. Then all workers must call
             :meth:`save` together.
     """
+
+    replay: ReplayBuffer | None = None
+    """Rows of earlier data; checkpoints contain them."""
 
     def __init__(
         self,
@@ -557,6 +561,20 @@ class Trainer(SummaryRepr):
         names = [p.name for p in self.manifest.parameters]
         return {n: np.asarray(g / scale, g.dtype) for n, g in zip(names, gradients, strict=True)}
 
+    def consolidate(self, data: Any, y: Any = None, *, max_rows: int | None = None) -> None:
+        """Make the weights that this data needs hard to change: elastic weight consolidation.
+
+        Call it after training on the data and before training on other data, with artifacts of an
+        optimizer with ``ewc``. It sets the anchors to the parameters, and adds the mean squared
+        gradient of single rows, the diagonal of the Fisher information, to that of earlier calls.
+
+        Args:
+            data: as in :meth:`fit`.
+            y: targets, if ``data`` has only the inputs.
+            max_rows: read no more rows; a few hundred are enough.
+        """
+        consolidate(self, data, y, max_rows=max_rows)
+
     @exclusive
     def evaluate_batch(self, *batch: Any, **named: Any) -> StepResult:
         """Return loss, metrics and outputs of one batch in evaluation mode."""
@@ -855,7 +873,11 @@ class Trainer(SummaryRepr):
         main = self.workers is None or self.workers.main
         tensors = self.state_dict() if main or self._engine.owners else {}
         if main:
-            save_checkpoint(path, tensors, {**self.progress(), **(extra or {})})
+            meta = {**self.progress(), **(extra or {})}
+            if self.replay is not None:
+                tensors = tensors | self.replay.tensors()
+                meta["replay"] = self.replay.metadata()
+            save_checkpoint(path, tensors, meta)
 
     def load(self, path: str | os.PathLike[str], *, strict: bool = True) -> dict[str, Any]:
         """Continue from a checkpoint; return its metadata. Nothing changes if it does not fit.
@@ -881,14 +903,15 @@ class Trainer(SummaryRepr):
                 )
             )
         arrays, progress = self._arrays(tensors, label), self._progress.read(meta, label)
-        return LoadedCheckpoint(
-            arrays, progress, check_origin(meta, self.progress(), label, strict=strict)
-        )
+        replay = ReplayBuffer.restore(tensors, meta, label)
+        meta = check_origin(meta, self.progress(), label, strict=strict)
+        return LoadedCheckpoint(arrays, progress, meta, replay)
 
     def restore(self, loaded: LoadedCheckpoint) -> None:
         """Continue from the result of :meth:`read`."""
         self._set_all(loaded.arrays)
         self._set_progress(loaded.progress)
+        self.replay = loaded.replay or self.replay
 
     def export(
         self,

@@ -104,7 +104,8 @@ function flatten(
   else throw new ShapeError(`${expectation(spec)}, got ${value === null ? "null" : typeof value}`);
 }
 
-function nameOf(array: ArrayBufferView): string {
+/** Returns the numpy name of the elements of a typed array. */
+export function nameOf(array: ArrayBufferView): string {
   const name = array.constructor.name;
   if (name === "Uint8ClampedArray" || name === "Buffer") return "uint8";
   return name.replace("Array", "").replace("Big", "").replace("Uint", "uint").replace("Int", "int").replace("Float", "float");

@@ -17,6 +17,7 @@ export {
 } from "./manifest.js";
 export { readModel, type ModelGraph, type ModelNode, type ModelValue, type ModelWeight, type OnnxModel } from "./onnx-model.js";
 export { planMemory, type MemoryPlan } from "./memory-plan.js";
+export { ReplayBuffer, type Columns, type ReplayOptions } from "./replay.js";
 export type { Device, RuntimeOptions } from "./runtime.js";
 export { readCheckpoint, writeCheckpoint, type Checkpoint, type Meta } from "./checkpoint.js";
 export { constant, cosine, linear, stepwise, warmup, type Schedule } from "./schedules.js";

@@ -8,6 +8,7 @@ import { CheckpointError, DisposedError, type NonFiniteError, OnnxTrainError, Sh
 import { type Batch, feed, fit, type TensorLike } from "./feeds.js";
 import { findModel, type Manifest, type ModelRole, type ModelSpec, ofRole, type TensorSpec, weightNamed, type WeightSpec, withoutHashes } from "./manifest.js";
 import { classesIn, readModel } from "./onnx-model.js";
+import { ReplayBuffer } from "./replay.js";
 import { type Device, type RuntimeOptions, TARGETS } from "./runtime.js";
 import type { Schedule } from "./schedules.js";
 import { type CheckpointStore, defaultStore } from "./storage.js";
@@ -71,6 +72,8 @@ export class Trainer {
   /** User values that are stored in checkpoints. */
   properties: Record<string, number | string> = {};
   learningRate: number;
+  /** Rows of earlier data; checkpoints contain them. */
+  replay: ReplayBuffer | undefined;
   readonly #artifacts: Artifacts;
   readonly #engine: Engine;
   readonly #store: CheckpointStore;
@@ -357,7 +360,8 @@ export class Trainer {
       const values = await this.#engine.read([...keys.keys()]);
       const run = { lr: this.learningRate, step: this.#step, seed: this.#seed, properties: this.properties };
       const tensors = new Map([...values].map(([name, t]) => [keys.get(name)!, t]));
-      return await writeCheckpoint(tensors, writeProgress(this.#meta, run, this.#manifestText));
+      const meta = ReplayBuffer.store(this.replay, tensors, writeProgress(this.#meta, run, this.#manifestText));
+      return await writeCheckpoint(tensors, meta);
     });
   }
 
@@ -369,10 +373,12 @@ export class Trainer {
     }
     const run = readProgress(meta, label);
     const values = valuesOf(this.manifest, tensors, label);
+    const replay = ReplayBuffer.restore(tensors, meta, label);
     await this.#exclusive(async () => {
       await this.#engine.write(values);
       this.#micro = 0;
       this.#restore(run, meta);
+      this.replay = replay ?? this.replay;
     });
   }
 

@@ -54,15 +54,6 @@ export function concatenated(a: Digits, b: Digits): Digits {
   return { image, labels: Uint8Array.of(...a.labels, ...b.labels) };
 }
 
-/** Returns `n` random rows. */
-export function randomRows(d: Digits, n: number): Digits {
-  const width = d.image.length / d.labels.length;
-  const rows = Array.from({ length: n }, () => Math.floor(Math.random() * d.labels.length));
-  const image = new Float32Array(n * width);
-  rows.forEach((r, i) => image.set(d.image.subarray(r * width, (r + 1) * width), i * width));
-  return { image, labels: Uint8Array.from(rows, (r) => d.labels[r]!) };
-}
-
 /** Number of augmented images per drawing. */
 export const VARIANTS = 48;
 /** Maximum number of user-defined symbols. */

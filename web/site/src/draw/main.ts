@@ -1,6 +1,6 @@
-import { constant, cosine, linear, type Schedule, type Trainer } from "onnxtrain";
+import { constant, cosine, linear, ReplayBuffer, type Schedule, type Trainer } from "onnxtrain";
 import { type RunSettings, training, inference } from "./code.js";
-import { randomRows, bytesOf, type Data, type Digits, first, concatenated, loadDigits, UserDrawings, VARIANTS } from "./data.js";
+import { bytesOf, type Data, type Digits, first, concatenated, loadDigits, UserDrawings, VARIANTS } from "./data.js";
 import { argmax, createBars, showBars, showConfusion, showDigits, showPredictions, showTiles } from "./display.js";
 import { predict, type Choice, weightImages, growNet, openNet } from "./net.js";
 import { Pad } from "./pad.js";
@@ -13,9 +13,9 @@ import { reducedMotion, onTheme } from "../shell/theme.js";
 
 /** Number of test digits on the page. */
 const SHOWN = 30;
-/** Digits that are mixed with a new drawing, to avoid catastrophic forgetting, and the schedule of that training. */
-const REPLAY = 320;
-const LESSON = { epochs: 7, batchSize: 32, schedule: cosine(0.006) };
+/** Bytes of digits that train again with a new drawing, so that they are not forgotten, and the schedule of that training. */
+const REPLAY_BYTES = 8 << 20;
+const LESSON = { epochs: 4, batchSize: 32, schedule: cosine(0.006) };
 /** Default settings for each dataset. */
 const DEFAULTS: Record<string, { batch: number; epochs: number; pace: string }> = {
   digits: { batch: 32, epochs: 10, pace: "16" },
@@ -59,11 +59,19 @@ async function open(): Promise<Trainer> {
   return trainer;
 }
 
+/** Returns a sample of the training digits; "Save" stores it with the weights. */
+function replayOf(digits: Digits): ReplayBuffer {
+  const buffer = new ReplayBuffer({ maxBytes: REPLAY_BYTES });
+  buffer.add({ ...digits }, digits.labels.length);
+  return buffer;
+}
+
 const batchOf = (net: Trainer, { image, labels }: Digits) => ({ [net.inputs[0]!]: image, labels });
 
 async function train(net: Trainer, clicked: number): Promise<void> {
   const { rows, tests, ...options } = settings();
   const digits = first(data.train, rows);
+  net.replay = replayOf(digits);
   await run.train({
     ...options, trainer: net, test: batchOf(net, first(data.test, tests)), update,
     rows: batchOf(net, drawings.count ? concatenated(digits, drawings.rows()) : digits),
@@ -129,15 +137,18 @@ async function learn(clicked: number): Promise<void> {
   drawings.show(data.size);
   if (drawings.names.length > before) {
     trainer = await growNet(net, choice());
+    trainer.replay = net.replay;
     await net.dispose();
     net = trainer;
     createBars(drawings.names);
     $("bars").classList.add("named");
   }
   const { tests } = settings();
+  const lesson = drawings.rows();
+  const { image, labels } = (net.replay ?? replayOf(data.train)).mix({ ...lesson }, lesson.labels.length);
   await run.train({
     ...LESSON, trainer: net, update, done: `Learned "${name}" from ${VARIANTS} variants of your drawing`,
-    rows: batchOf(net, concatenated(randomRows(data.train, REPLAY), drawings.rows())), test: batchOf(net, first(data.test, tests)),
+    rows: batchOf(net, { image: image!.data as Float32Array, labels: labels!.data as Uint8Array }), test: batchOf(net, first(data.test, tests)),
   }, clicked);
   panel.refresh();
 }

@@ -105,6 +105,7 @@ test("learns a new symbol from one drawing and still recognizes digits", async (
   await until(page, "Failed: draw something first");
   await train(page);
   await until(page, "Done: 270 steps");
+  const before = await accuracy(page);
   await draw(page, [[0.1, 0.1], [0.9, 0.9]], [[0.9, 0.1], [0.1, 0.9]]);
   await page.getByLabel("My drawing is").fill("cross");
   await page.keyboard.press("Enter");
@@ -112,7 +113,8 @@ test("learns a new symbol from one drawing and still recognizes digits", async (
   expect(await page.locator("#verdict").innerText()).toBe("This is cross");
   expect(await page.locator("#bars li").count()).toBe(11);
   expect(await page.locator("#examples li").count()).toBe(1);
-  expect(await accuracy(page)).toBeGreaterThan(85);
+  // Replay: the digits cost less than half a point (one of 360 test digits is 0.28).
+  expect(await accuracy(page)).toBeGreaterThan(before - 0.5);
   // A smaller, slanted cross; then a one.
   await page.getByRole("button", { name: "Clear" }).click();
   await draw(page, [[0.3, 0.25], [0.7, 0.8]], [[0.75, 0.3], [0.25, 0.7]]);
