@@ -102,6 +102,7 @@ PREFERS = {
     "split-qkv": "slice queries, keys and values out of their joint projection",
     "unfuse-gemm-bias": "add biases behind large matmuls instead of inside them",
     "unpack-nbits-weights": "unpack n-bit weights with byte operators in front of MatMul",
+    "unroll-loops": "copy the bodies of loops over time, once per step, so that they are captured",
     "vector-update": "concatenate parameters and optimizer state into long vectors",
 }
 """What a runtime may prefer among forms that compute the same values."""
@@ -226,6 +227,7 @@ _CPU_PREFERENCES = PREFERS.keys() - {
     "fuse-add-chain",
     "accumulate-in-float32",
     "row-sums-from-attention-output",
+    "unroll-loops",
 }
 
 TARGETS: dict[str, Target] = {
@@ -275,6 +277,7 @@ TARGETS: dict[str, Target] = {
                     "fuse-add-chain",
                     "accumulate-in-float32",
                     "row-sums-from-attention-output",
+                    "unroll-loops",
                     "vector-update",
                 }
             ),

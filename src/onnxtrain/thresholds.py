@@ -198,5 +198,7 @@ FUSED_SOFTMAX_COLUMNS = 1024
 """Up to this many columns, onnxruntime fuses a mask into the softmax that reads it."""
 CUDA_GRAPH_CONCAT_INPUTS = 32
 """Operands that onnxruntime's CUDA Concat takes at most during graph capture."""
+UNROLLED_LOOP_NODES = 1 << 14
+"""Up to this many nodes, loops of a known number of steps are unrolled for graph capture."""
 FUSED_RUNNING_STATS = 3
 """From this many running statistics of one length on, updating them together saves kernels."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import numpy as np
 import onnx_ir as ir
 
@@ -18,44 +21,81 @@ _MAX_STEPS = 256
 
 
 @expansion("Scan", when=LOWERING)
-def scan(
-    op,
-    *inputs,
-    node,
-    num_scan_inputs,
-    scan_input_axes,
-    scan_input_directions,
-    scan_output_axes,
-    scan_output_directions,
-):
+def scan(op, *inputs, node):
     """Unroll every step."""
-    body = node.attributes["body"].as_graph()
-    count = len(inputs) - num_scan_inputs
-    states, scans = list(inputs[:count]), list(inputs[count:])
-    axes = [a % op.rank(v) for a, v in zip(scan_input_axes or [0] * len(scans), scans, strict=True)]
-    steps = op.dims(scans[0])[axes[0]] if scans else None
-    if not isinstance(steps, int) or not _can_unroll(body, steps):
+
+    def split(x: ir.Value, axis: int, steps: int) -> list[ir.Value]:
+        return [op.Squeeze(op.Slice(x, [t], [t + 1], [axis]), [axis]) for t in range(steps)]
+
+    def join(parts: Sequence[ir.Value], axis: int) -> ir.Value:
+        lifted = [op.Unsqueeze(p, [axis]) for p in parts]
+        return op.Concat(*lifted, axis=axis) if len(lifted) > 1 else lifted[0]
+
+    unrolled = unroll(op, node, inputs, split)
+    if unrolled is None:
         return None
-    turn = scan_input_directions or [0] * len(scans)
-    ys: list[list[ir.Value]] = [[] for _ in body.outputs[count:]]
-    for t in range(steps):
-        now = []
-        for v, axis, backwards in zip(scans, axes, turn, strict=True):
-            i = steps - 1 - t if backwards else t
-            now.append(op.Squeeze(op.Slice(v, [i], [i + 1], [axis]), [axis]))
+    return [*unrolled.states, *(join(parts, axis) for parts, axis in unrolled.stacks)]
+
+
+class UnrolledScan(NamedTuple):
+    """The results of a Scan: final states, and for each scan output its parts and their axis."""
+
+    states: list[ir.Value]
+    stacks: list[tuple[list[ir.Value], int]]
+
+
+def unroll(
+    op: OpBuilder,
+    node: ir.Node,
+    inputs: Sequence[ir.Value],
+    split: Callable[[ir.Value, int, int], Sequence[ir.Value]],
+    *,
+    most_nodes: int = _MAX_UNROLLED_NODES,
+) -> UnrolledScan | None:
+    """Append a copy of a Scan's body for each step; ``None`` if the steps are unknown or too many.
+
+    Args:
+        op: the builder that receives the copies.
+        node: the Scan.
+        inputs: its inputs.
+        split: returns the slices of a value along an axis, given their number.
+        most_nodes: how many nodes the copies may have.
+    """
+    body = node.attributes["body"].as_graph()
+    count = len(inputs) - node.attributes["num_scan_inputs"].as_int()
+    states, scans = list(inputs[:count]), inputs[count:]
+    axes_in = [
+        a % op.rank(x) for a, x in zip(_ints(node, "scan_input_axes", scans), scans, strict=True)
+    ]
+    steps = op.dims(scans[0])[axes_in[0]] if scans else None
+    if not isinstance(steps, int) or not _can_unroll(body, steps, most_nodes):
+        return None
+    turns = _ints(node, "scan_input_directions", scans)
+    slices = [
+        list(split(x, axis, steps))[:: -1 if turn else 1]
+        for x, axis, turn in zip(scans, axes_in, turns, strict=True)
+    ]
+    stacks: list[list[ir.Value]] = [[] for _ in body.outputs[count:]]
+    for now in zip(*slices, strict=True):
         outputs = inline(op, body, [*states, *now])
         states = outputs[:count]
-        for collected, y in zip(ys, outputs[count:], strict=True):
-            collected.append(y)
-    back = scan_output_directions or [0] * len(ys)
-    where = scan_output_axes or [0] * len(ys)
-    results = []
-    for collected, backwards, axis in zip(ys, back, where, strict=True):
-        parts = collected[::-1] if backwards else collected
-        axis = axis % (op.rank(parts[0]) + 1)
-        lifted = [op.Unsqueeze(p, [axis]) for p in parts]
-        results.append(op.Concat(*lifted, axis=axis) if len(lifted) > 1 else lifted[0])
-    return [*states, *results]
+        for parts, y in zip(stacks, outputs[count:], strict=True):
+            parts.append(y)
+    turns = _ints(node, "scan_output_directions", stacks)
+    axes = _ints(node, "scan_output_axes", stacks)
+    return UnrolledScan(
+        states,
+        [
+            (parts[:: -1 if turn else 1], axis % (op.rank(parts[0]) + 1))
+            for parts, turn, axis in zip(stacks, turns, axes, strict=True)
+        ],
+    )
+
+
+def _ints(node: ir.Node, name: str, like: Sequence[object]) -> list[int]:
+    """Return an attribute with a number for each of several values; zeros by default."""
+    attribute = node.attributes.get(name)
+    return [0] * len(like) if attribute is None else list(attribute.as_ints())
 
 
 @expansion("Loop", when=LOWERING)
@@ -104,12 +144,8 @@ def _continues(op: OpBuilder, body: ir.Graph) -> bool:
     return False
 
 
-def _can_unroll(body: ir.Graph, steps: int | str | None) -> bool:
-    return (
-        isinstance(steps, int)
-        and 0 < steps <= _MAX_STEPS
-        and steps * len(body) <= _MAX_UNROLLED_NODES
-    )
+def _can_unroll(body: ir.Graph, steps: int, most_nodes: int = _MAX_UNROLLED_NODES) -> bool:
+    return 0 < steps <= _MAX_STEPS and steps * len(body) <= most_nodes
 
 
 @expansion("If", when=LOWERING)

@@ -224,6 +224,14 @@ def lstm(
         f, g, out = acts[d]
         h, c = states
         total = body.Add(gates, body.MatMul(h, weights["r"]))
+        if p is None and not input_forget:
+            # One activation for three gates: a step is many small operators.
+            iof, gc = body.Split(total, body.const([3 * hidden, hidden]), axis=-1, _outputs=2)
+            iof = f(body, _clip(body, iof, clip))
+            i, o, forget = body.Split(iof, axis=-1, num_outputs=3, _outputs=3)
+            candidate = g(body, _clip(body, gc, clip))
+            new_c = body.Add(body.Mul(forget, c), body.Mul(i, candidate))
+            return [body.Mul(o, out(body, new_c)), new_c]
         gi, go, gf, gc = body.Split(total, axis=-1, num_outputs=4, _outputs=4)
         if p is not None:
             gi = body.Add(gi, body.Mul(weights["i"], c))

@@ -58,6 +58,7 @@ from onnxtrain.optimize.normalization import (
     fuse_running_stats,
 )
 from onnxtrain.optimize.packed_weights import dequantize_at_use, unpack_nbits_matmul
+from onnxtrain.optimize.recurrent import unroll_scans
 from onnxtrain.optimize.reductions import (
     accumulate_in_float32,
     column_sums_as_matmul,
@@ -146,6 +147,9 @@ BEFORE = (
 """On the forward graph, so that differentiation works on the result."""
 
 AFTER = (
+    # The gradient rule of Scan saves few values and multiplies weight gradients once for all steps.
+    # First, so that the passes below see the nodes of the bodies.
+    Pass(unroll_scans, prefers="unroll-loops"),
     # The gradient rule of Conv is faster than that of im2col and a matmul.
     Pass(conv_as_matmul, prefers="conv-as-matmul"),
     # The gradient rule of MaxPool is what reads Indices.
