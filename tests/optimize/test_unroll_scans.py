@@ -1,4 +1,4 @@
-"""unroll_scans: loops over time become copies of their body, which CUDA captures."""
+"""hoist_from_scans and unroll_scans: loops over time get short, and then copies of their body."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import onnxtrain
 from onnxtrain import thresholds
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.simplify import simplify
-from onnxtrain.optimize.recurrent import unroll_scans
+from onnxtrain.optimize.recurrent import hoist_from_scans, unroll_scans
 from onnxtrain.runtime import session as runtime
 from onnxtrain.runtime.binding import capture_obstacle
 
@@ -96,6 +96,41 @@ def test_the_backward_loop_reads_steps_without_a_concat() -> None:
     assert kinds.count("Tanh") == 5
     # The outputs of the layer and the gradient of its input; no saved value is stacked.
     assert kinds.count("Concat") <= 2
+
+
+def test_derivatives_of_activations_leave_the_loop() -> None:
+    gradients = onnxtrain.vjp(recurrent("LSTM", "T"), wrt=["x"], target="cuda")
+    backward = [n for n in gradients.graph.node if n.op_type == "Scan"][1]
+    (body,) = [a.g for a in backward.attribute if a.name == "body"]
+    assert "Sub" not in {n.op_type for n in body.node}
+    rng = np.random.default_rng(1)
+    feeds = {"x": rng.standard_normal((6, BATCH, INPUT)).astype(np.float32)}
+    expected = losses(recurrent("LSTM", "T", 2), "cpu", 6, feeds)
+    np.testing.assert_allclose(
+        losses(recurrent("LSTM", "T", 2), "cuda", 6, feeds), expected, rtol=1e-5
+    )
+
+
+def test_slices_of_opposite_directions_stay_in_the_loop() -> None:
+    text = """<ir_version: 10, opset_import: ["": 21]>
+        g (float[2] s, float[3,2] x) => (float[2] last) {
+          last = Scan <num_scan_inputs=2, scan_input_directions=[0,1],
+              body = b (float[2] s0, float[2] x0, float[2] x1) => (float[2] s1) {
+                square = Mul(x0, x0)
+                product = Mul(x0, x1)
+                t = Add(s0, square)
+                s1 = Add(t, product)
+              }> (s, x, x)
+        }"""
+    model = parser.parse_model(text)
+    graph = ir.from_proto(onnx.shape_inference.infer_shapes(model))
+    assert hoist_from_scans(graph, OpBuilder(graph.graph, "t/", target="cuda")) == 1
+    feeds = {"s": np.ones(2, np.float32), "x": np.arange(6, dtype=np.float32).reshape(3, 2)}
+    before, after = (
+        runtime.run(runtime.create(m.SerializeToString()), ["last"], feeds)[0]
+        for m in (model, ir.to_proto(graph))
+    )
+    np.testing.assert_array_equal(after, before)
 
 
 @pytest.mark.parametrize("steps", ["T", 300])

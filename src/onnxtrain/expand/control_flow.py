@@ -65,12 +65,13 @@ def unroll(
     count = len(inputs) - node.attributes["num_scan_inputs"].as_int()
     states, scans = list(inputs[:count]), inputs[count:]
     axes_in = [
-        a % op.rank(x) for a, x in zip(_ints(node, "scan_input_axes", scans), scans, strict=True)
+        a % op.rank(x)
+        for a, x in zip(int_per_value(node, "scan_input_axes", scans), scans, strict=True)
     ]
     steps = op.dims(scans[0])[axes_in[0]] if scans else None
     if not isinstance(steps, int) or not _can_unroll(body, steps, most_nodes):
         return None
-    turns = _ints(node, "scan_input_directions", scans)
+    turns = int_per_value(node, "scan_input_directions", scans)
     slices = [
         list(split(x, axis, steps))[:: -1 if turn else 1]
         for x, axis, turn in zip(scans, axes_in, turns, strict=True)
@@ -81,8 +82,8 @@ def unroll(
         states = outputs[:count]
         for parts, y in zip(stacks, outputs[count:], strict=True):
             parts.append(y)
-    turns = _ints(node, "scan_output_directions", stacks)
-    axes = _ints(node, "scan_output_axes", stacks)
+    turns = int_per_value(node, "scan_output_directions", stacks)
+    axes = int_per_value(node, "scan_output_axes", stacks)
     return UnrolledScan(
         states,
         [
@@ -92,7 +93,7 @@ def unroll(
     )
 
 
-def _ints(node: ir.Node, name: str, like: Sequence[object]) -> list[int]:
+def int_per_value(node: ir.Node, name: str, like: Sequence[object]) -> list[int]:
     """Return an attribute with a number for each of several values; zeros by default."""
     attribute = node.attributes.get(name)
     return [0] * len(like) if attribute is None else list(attribute.as_ints())

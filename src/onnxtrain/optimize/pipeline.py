@@ -58,7 +58,7 @@ from onnxtrain.optimize.normalization import (
     fuse_running_stats,
 )
 from onnxtrain.optimize.packed_weights import dequantize_at_use, unpack_nbits_matmul
-from onnxtrain.optimize.recurrent import unroll_scans
+from onnxtrain.optimize.recurrent import hoist_from_scans, unroll_scans
 from onnxtrain.optimize.reductions import (
     accumulate_in_float32,
     column_sums_as_matmul,
@@ -148,6 +148,7 @@ BEFORE = (
 
 AFTER = (
     # The gradient rule of Scan saves few values and multiplies weight gradients once for all steps.
+    Pass(hoist_from_scans, prefers="unroll-loops"),
     # First, so that the passes below see the nodes of the bodies.
     Pass(unroll_scans, prefers="unroll-loops"),
     # The gradient rule of Conv is faster than that of im2col and a matmul.

@@ -1,7 +1,8 @@
-"""Unroll loops over time, in which recurrent layers run.
+"""Rewrites of loops over time, in which recurrent layers run.
 
-onnxruntime runs the body of a Scan from the host, node by node, and cannot capture it as a CUDA
-graph. Where the number of steps is known, copies of the body can be captured.
+- `hoist_from_scans` (CUDA): elementwise operators that need no state leave the loop.
+- `unroll_scans` (CUDA): a loop of a known number of steps becomes copies of its body. onnxruntime
+  runs the body of a Scan from the host, node by node, and cannot capture it as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -11,9 +12,81 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onnxtrain import thresholds as T
-from onnxtrain.expand.control_flow import unroll
+from onnxtrain.expand.control_flow import int_per_value, unroll
+from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder, replace_value
 from onnxtrain.graph.nodes import nodes, subgraphs_of
+
+_ELEMENTWISE = ("Add", "Mul", "Neg", "Sub")
+
+
+def hoist_from_scans(model: ir.Model, op: OpBuilder) -> int:
+    """Compute what depends on the slices of a step only for all steps at once; return how many.
+
+        before:  Scan(s, ys) { ... Mul(ds, Sub(1, Mul(y, y))) ... }
+        after:   Scan(s, Sub(1, Mul(ys, ys))) { ... Mul(ds, d) ... }
+
+    In gradients these are the derivatives of the activations.
+    """
+    return sum(_hoist(op, node) for node in nodes(model.graph, "Scan"))
+
+
+def _hoist(op: OpBuilder, node: ir.Node) -> int:
+    body = node.attributes["body"].as_graph()
+    first = len(node.inputs) - node.attributes["num_scan_inputs"].as_int()
+    scans = node.inputs[first:]
+    axes, turns = (int_per_value(node, f"scan_input_{n}", scans) for n in ("axes", "directions"))
+    op.position = node
+    stacks: dict[ir.Value, tuple[ir.Value, int]] = {}
+    """Values of the body that are known for all steps, and the direction of the loop over them."""
+    for inner, x, axis, turn in zip(body.inputs[first:], scans, axes, turns, strict=True):
+        if x is not None and not axis and S.is_float(x):
+            stacks[inner] = x, turn
+    moved = []
+    for n in nodes(body, *_ELEMENTWISE):
+        known = [x for x in n.inputs if x in stacks]
+        others = [x for x in n.inputs if x not in stacks]
+        same = known and all(
+            S.same_shape(x, known[0]) and stacks[x][1] == stacks[known[0]][1] for x in known
+        )
+        if not same or any(x is None or _is_not_scalar(x) for x in others):
+            continue
+        outer = [stacks[x][0] if x in stacks else x for x in n.inputs]
+        stacks[n.outputs[0]] = op.emit(n.op_type, *outer), stacks[known[0]][1]
+        moved.append(n)
+    for n in moved:
+        y = n.outputs[0]
+        uses = [u for u in y.uses() if u.node not in moved]
+        if uses or y in body.outputs:
+            _add_scan_input(node, body, y, uses, *stacks[y])
+    body.remove(reversed(moved), safe=True)
+    return len(moved)
+
+
+def _is_not_scalar(x: ir.Value) -> bool:
+    array = S.constant_of(x)
+    return array is None or array.size != 1
+
+
+def _add_scan_input(
+    node: ir.Node,
+    body: ir.Graph,
+    y: ir.Value,
+    uses: Sequence[tuple[ir.Node, int]],
+    stack: ir.Value,
+    turn: int,
+) -> None:
+    """Replace a value of the body by a slice of a stack."""
+    scans = node.inputs[-node.attributes["num_scan_inputs"].as_int() :]
+    for name, value in (("axes", 0), ("directions", turn)):
+        key = f"scan_input_{name}"
+        node.attributes[key] = ir.AttrInt64s(key, [*int_per_value(node, key, scans), value])
+    node.attributes["num_scan_inputs"] = ir.AttrInt64("num_scan_inputs", len(scans) + 1)
+    node.resize_inputs(len(node.inputs) + 1)
+    node.replace_input_with(len(node.inputs) - 1, stack)
+    inner = ir.Value(name=f"{y.name}.slice", type=y.type, shape=y.shape)
+    body.inputs.append(inner)
+    replace_value(y, inner, list(uses))
 
 
 def unroll_scans(model: ir.Model, op: OpBuilder) -> int:
