@@ -24,6 +24,7 @@ from onnxtrain.errors import PrepareError, expected_one_of
 
 LACKS = {
     "ArgMax": "the class with the largest score, in an element type that kernels compute with",
+    "Atan": "angles, such as those of CIoU's aspect ratio",
     "BatchNormalization.training_mode": "batch statistics",
     "Celu": "the activation",
     "Col2Im": "overlapping windows summed into an image",

@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import onnxtrain
 from onnxtrain import losses as L
-from onnxtrain.errors import ShapeError
+from onnxtrain.errors import LabelError, NonFiniteError, ShapeError
 from onnxtrain.graph.builder import OpBuilder
 from tests.losses.compare import compare, loss_model, run, session_of
+from tests.losses.small import FLOAT, model_of, weight
 
 rng = np.random.default_rng(3)
 
@@ -168,3 +170,44 @@ def test_joined_labels_are_refused() -> None:
     lengths = op.input("lengths", ir.DataType.INT64, ["n"])
     with pytest.raises(ShapeError, match=r"CTC does not accept labels labels: INT64\[all\]"):
         L.CTC().build(op, x, labels, lengths, lengths)
+
+
+@pytest.fixture(scope="module")
+def trainer() -> onnxtrain.Trainer:
+    """Return a net of x [batch, 6, 3] with four classes per time step."""
+
+    def build(op: OpBuilder) -> dict[str, ir.Value]:
+        x = op.input("x", FLOAT, ["batch", 6, 3])
+        scores = op.MatMul(x, weight(op, "w", rng.standard_normal((3, 4)).astype(np.float32)))
+        return {"y": op.Transpose(op.LogSoftmax(scores, axis=-1), perm=[1, 0, 2])}
+
+    return onnxtrain.Trainer(onnxtrain.build(model_of(build), loss="ctc", optimizer="sgd"))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"labels": [[1, 2], [3, 0]]}, LabelError, r"'labels' has 0 in row 1.*0 is the blank"),
+        ({"labels": [[1, 2], [3, 4]]}, LabelError, r"'labels' has 4 in row 1.* 4 classes"),
+        ({"labels": [[-1, 2], [3, 1]]}, LabelError, r"'labels' has -1 in row 0"),
+        (
+            {"labels": [[1, 2], [3, 3]], "input_lengths": [6, 2]},
+            NonFiniteError,
+            r"a blank between 1 equal neighbors need 3 .* 'input_lengths' has 2 in row 1.*zero_inf",
+        ),
+        (
+            {"labels": [[1, 2], [3, 1]], "target_lengths": [2, 3]},
+            NonFiniteError,
+            r"'target_lengths' has 3 in row 1.*; 'labels' has 2 columns",
+        ),
+    ],
+)
+def test_sequences_that_cannot_be_aligned(
+    trainer: onnxtrain.Trainer, change: dict, error: type[Exception], message: str
+) -> None:
+    data = {"labels": [[1, 2], [3, 0]], "input_lengths": [6, 6], "target_lengths": [2, 1]}
+    lengths = {"target_lengths": [2, 2]} if "labels" in change else {}
+    data = {n: np.array(v) for n, v in (data | lengths | change).items()}
+    data["x"] = rng.standard_normal((2, 6, 3)).astype(np.float32)
+    with pytest.raises(error, match=f"(?s){message}"):
+        trainer.fit(data, epochs=1, batch_size=2, shuffle=False, progress=False)

@@ -97,8 +97,20 @@ def test_from_torch_loss_keeps_the_options(given: nn.Module) -> None:
         ),
         (nn.BCEWithLogitsLoss(reduction="sum"), L.BCEWithLogits(reduction="sum")),
         (F.binary_cross_entropy, L.BCE()),
+        (nn.MultiLabelMarginLoss(), L.MultiLabelMargin()),
+        (
+            nn.MultiLabelSoftMarginLoss(weight=torch.tensor([1.0, 2.0])),
+            L.MultiLabelSoftMargin(weight=[1.0, 2.0]),
+        ),
+        (nn.PoissonNLLLoss(full=True, reduction="sum"), L.PoissonNLL(full=True, reduction="sum")),
+        (nn.GaussianNLLLoss(eps=0.5), L.GaussianNLL(eps=0.5)),
+        (
+            functools.partial(F.margin_ranking_loss, margin=0.5),
+            L.MarginRanking(margin=0.5),
+        ),
+        (F.soft_margin_loss, L.SoftMargin()),
     ],
-    ids=["function", "partial", "module", "renamed"],
+    ids=lambda given: getattr(given, "__name__", None) or type(given).__name__,
 )
 def test_losses_of_torch_become_those_that_equal_them(given: Any, expected: L.Loss) -> None:
     (term,) = L.resolve(given)
@@ -118,6 +130,11 @@ LABELS = np.array([0, 2, 1, 1, 0, 2])
 SHARE = np.full(6, 0.3, np.float32)
 
 
+class Logistic(nn.Module):
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.soft_margin_loss(x, target)
+
+
 @pytest.mark.parametrize("target", ["cpu", "wasm", "webgpu", "cuda"])
 @pytest.mark.parametrize(
     ("given", "feeds"),
@@ -127,7 +144,7 @@ SHARE = np.full(6, 0.3, np.float32)
             from_torch_loss(quantile, targets={"share": "float[batch, 1]"}),
             {"target": T, "share": SHARE[:, None]},
         ),
-        (from_torch_loss(nn.SoftMarginLoss()), {"target": T}),
+        (from_torch_loss(Logistic()), {"target": T}),
     ],
     ids=["focal", "quantile", "module"],
 )
@@ -154,6 +171,10 @@ class Straight(torch.autograd.Function):
         return 2 * grads[0]
 
 
+def several_labels(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.multilabel_margin_loss(y, target)
+
+
 def doubled(y: torch.Tensor) -> torch.Tensor:
     return Straight.apply(y).mean()
 
@@ -163,7 +184,7 @@ def test_wrong_losses_of_torch() -> None:
         with pytest.raises(OnnxTrainError, match=match):
             trained(net(identity), from_torch_loss(loss, targets=targets) if targets else loss)
 
-    refused(nn.MultiLabelMarginLoss(), r"FLOAT\[batch,3\]: Runtime.*\nhint: .*int64\[batch\]")
+    refused(several_labels, r"FLOAT\[batch,3\]: Runtime.*\nhint: .*int64\[batch\]")
     refused(focal, r"no target mask\nhint: its targets are labels", mask="bool[batch]")
     refused(focal, r"not a type of a target: 'long'", labels="long")
     refused(doubled, r"cannot export doubled:\n.*gradient .* differs .*autograd.Function")

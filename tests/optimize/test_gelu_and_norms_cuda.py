@@ -297,7 +297,7 @@ def test_a_vocabulary_is_padded(
         )
 
 
-@pytest.mark.parametrize("operator", ["Celu", "Col2Im", "DFT", "Det"])
+@pytest.mark.parametrize("operator", ["Atan", "Celu", "Col2Im", "DFT", "Det"])
 def test_operators_without_a_kernel_are_decomposed(operator: str) -> None:
     left = {
         case.name

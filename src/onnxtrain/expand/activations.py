@@ -159,6 +159,26 @@ def celu_by_elu(op, x, *, alpha):
     return op.Mul(op.Elu(op.Div(x, alpha)), alpha)
 
 
+@expansion("Atan", when=on_target(lacks="Atan"))
+def atan_series(op, x):
+    """The power series of ``4 atan(v)``, after ``atan(u) = 2 atan(u / (1 + sqrt(1 + u^2)))`` twice.
+
+    ``atan(x) = sign(x) pi / 2 - atan(1 / x)`` for ``|x| > 1``, so ``v`` is at most 0.2.
+    """
+    wide = x if x.dtype == ir.DataType.DOUBLE else op.cast(x, ir.DataType.FLOAT)
+    large = op.Greater(op.Abs(wide), 1.0)
+    v = op.Where(large, op.Div(1.0, wide), wide)
+    for _ in range(2):
+        v = op.Div(v, op.Add(op.Sqrt(op.Add(op.Mul(v, v), 1.0)), 1.0))
+    terms = 12 if wide.dtype == ir.DataType.DOUBLE else 6
+    square, total = op.Mul(v, v), op.const((-1.0) ** (terms - 1) / (2 * terms - 1), wide.dtype)
+    for k in reversed(range(terms - 1)):
+        total = op.Add(op.Mul(total, square), (-1.0) ** k / (2 * k + 1))
+    angle = op.Mul(op.Mul(v, total), 4.0)
+    right = op.Mul(op.sign(wide), math.pi / 2)
+    return op.cast(op.Where(large, op.Sub(right, angle), angle), x.dtype)
+
+
 @expansion("Selu", when=LOWERING)
 def selu(op, x, *, alpha, gamma):
     """``gamma elu(x, alpha)``."""

@@ -1,4 +1,4 @@
-"""Losses of class scores: cross entropy, NLL, binary cross entropy, hinge and margin losses.
+"""Losses of class scores: cross entropy, focal, NLL, binary cross entropy, hinge and margin losses.
 
 Several losses have variants: ``SoftmaxCrossEntropyLoss`` and gathering by class where the target
 has kernels for them, and a comparison with all class indices (one-hot) elsewhere. ``*_CHOICES``
@@ -21,6 +21,8 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.losses.logits import Reads
 from onnxtrain.losses.loss import (
+    FLOAT,
+    INT64,
     LOSSES,
     Loss,
     TargetSpec,
@@ -83,12 +85,16 @@ def to_rows(loss: Loss, op: OpBuilder, x: ir.Value, labels: ir.Value, axis: int)
 
 def is_label(op: OpBuilder, x: ir.Value, labels: ir.Value) -> ir.Value:
     """Return the one-hot mask of the labels, a bool tensor ``[N, C, ...]``."""
+    indices = op.reshape(class_indices(op, x, labels.dtype), [-1, *[1] * (op.rank(x) - 2)])
+    return op.Equal(op.Unsqueeze(labels, [1]), indices)
+
+
+def class_indices(op: OpBuilder, x: ir.Value, dtype: ir.DataType | None) -> ir.Value:
+    """Return 0, 1, ... up to the number of classes, which are on axis 1."""
     classes = op.size(x, 1)
     if isinstance(classes, int):
-        indices = op.const(np.arange(classes), labels.dtype)
-    else:
-        indices = op.cast(op.iota(classes), labels.dtype)
-    return op.Equal(op.Unsqueeze(labels, [1]), op.reshape(indices, [-1, *[1] * (op.rank(x) - 2)]))
+        return op.const(np.arange(classes), dtype or INT64)
+    return op.cast(op.iota(classes), dtype)
 
 
 def in_range_labels(op: OpBuilder, labels: ir.Value, ignore_index: int | None = None) -> ir.Value:
@@ -384,6 +390,67 @@ NLL_CHOICES: Choices[None] = [
 ]
 
 
+@LOSSES.named("focal")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Focal(_LabelLoss):
+    """Cross entropy in which easy examples count less: ``-w (1 - p[label])^gamma log p[label]``.
+
+    ``p`` is the softmax of the logits. ``mean`` divides by the sum of the weights of the labels, as
+    :class:`CrossEntropy` does, which this loss equals for ``gamma=0``.
+
+    Args:
+        gamma: how fast the weight of an example falls with its probability.
+        weight: one weight per class.
+        ignore_index: label to ignore; ``None`` ignores none.
+        axis: class axis: 1 as in torch, or -1.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+    """
+
+    gamma: float = 2.0
+
+    reads = Reads.SOFTMAX_LOGITS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_gamma(self, self.gamma)
+
+    def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+        """Emit the loss."""
+        (labels,) = targets
+        axis = class_axis(self, prediction, self.axis)
+        rows = to_rows(self, op, prediction, labels, axis)
+        weights = class_weights(self, op, self.weight, rows.x, 1)
+        z, lse = shifted_log_sum_exp(op, rows.x, 1)
+        ignored = self.ignored(op, rows.labels)
+        known = rows.labels
+        if ignored is not None:
+            known = op.Where(ignored, op.const(0, known.dtype), known)
+        select = select_variant(op, None, LABEL_SCORE_VARIANTS, LABEL_SCORE_CHOICES)
+        scores = select(
+            *(op, Scores(z, known, labels), is_label(op, z, known), op.const(0.0, z.dtype))
+        )
+        logp = op.Squeeze(op.Sub(scores, lse), [1])
+        each = op.Neg(op.Mul(_power(op, op.Sub(1.0, op.Exp(logp)), self.gamma), logp))
+        loss = self.reduce_weighted(op, rows, each, weights)
+        return rows.restore(op, loss) if self.reduction == "none" else loss
+
+
+def _check_gamma(loss: Loss, gamma: float) -> None:
+    if not gamma >= 0:
+        raise PrepareError(f"{type(loss).__name__}: gamma must not be negative: {gamma}")
+
+
+def _power(op: OpBuilder, x: ir.Value, exponent: float) -> ir.Value:
+    """Return ``x^exponent`` of a probability, with a finite derivative at 0."""
+    if exponent == 0.0:
+        return op.ones_like(x)
+    # Rounding may put 1 - p below 0, where the power is NaN.
+    x = op.Clip(x, op.const(_TINY, x.dtype))
+    if exponent == 1.0:
+        return x
+    return op.Mul(x, x) if exponent == 2.0 else op.Pow(x, op.const(exponent, x.dtype))
+
+
 _TINY = float(np.finfo(np.float32).tiny)
 
 
@@ -477,6 +544,80 @@ class BCEWithLogits(Loss):
         return _weight(op, each, self.weight)
 
 
+@LOSSES.named("sigmoid_focal")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SigmoidFocal(Loss):
+    """Binary cross entropy of logits in which easy examples count less, as ``sigmoid_focal_loss``.
+
+    ``a (1 - q)^gamma bce`` with ``q`` the probability of the target, ``a = alpha`` for targets of 1
+    and ``1 - alpha`` for targets of 0. torchvision has the formula.
+
+    Args:
+        alpha: weight of the positive class; ``None`` weighs both alike.
+        gamma: how fast the weight of an example falls with its probability.
+    """
+
+    alpha: float | None = 0.25
+    gamma: float = 2.0
+
+    reads = Reads.SIGMOID_LOGITS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_gamma(self, self.gamma)
+        if self.alpha is not None and not 0.0 <= self.alpha <= 1.0:
+            raise PrepareError(f"SigmoidFocal: alpha must be in [0, 1] or None: {self.alpha}")
+
+    def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+        """Emit the terms."""
+        (t,) = targets
+        each = BCEWithLogits(reduction="none").per_element(op, prediction, t)
+        p, negative = op.Sigmoid(prediction), op.Sub(1.0, t)
+        missed = op.Add(op.Mul(p, negative), op.Mul(op.Sub(1.0, p), t))
+        each = op.Mul(each, _power(op, missed, self.gamma))
+        if self.alpha is None:
+            return each
+        alpha = op.Add(op.Mul(t, 2.0 * self.alpha - 1.0), 1.0 - self.alpha)
+        return op.Mul(each, alpha)
+
+
+@LOSSES.named("soft_margin")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SoftMargin(Loss):
+    """``log(1 + e^(-t x))`` for targets of -1 and 1."""
+
+    def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+        """Emit the terms."""
+        check_same_rank(self, prediction, *targets)
+        return softplus(op, op.Neg(op.Mul(prediction, *targets)))
+
+
+@LOSSES.named("multilabel_soft_margin")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiLabelSoftMargin(Loss):
+    """Mean over the classes, the last axis, of the binary cross entropy of logits.
+
+    Args:
+        weight: one weight per class; ``mean`` does not divide by them, as in torch.
+    """
+
+    weight: Sequence[float] | None = None
+
+    reads = Reads.SIGMOID_LOGITS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "weight", as_tuples(self.weight))
+
+    def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+        """Emit one loss per row."""
+        each = BCEWithLogits(reduction="none").per_element(op, prediction, *targets)
+        weights = class_weights(self, op, self.weight, prediction, -1)
+        if weights is not None:
+            each = op.Mul(each, weights)
+        return op.ReduceMean(each, [-1], keepdims=0)
+
+
 @LOSSES.named("hinge")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hinge(Loss):
@@ -555,6 +696,45 @@ class MultiMargin(Loss):
         if weights is not None:
             each = op.Mul(each, op.Gather(weights, rows.labels))
         return rows.restore(op, each)
+
+
+@LOSSES.named("multilabel_margin")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiLabelMargin(Loss):
+    """``max(0, 1 - x[label] + x[i]) / classes``, summed over labels and classes ``i`` without one.
+
+    The labels ``[N, C]`` of a row are the classes that it has, then -1; what follows the first
+    negative label is not read, as in torch.
+    """
+
+    def targets(self, prediction: ir.Value) -> list[TargetSpec]:
+        """Return class indices in the shape of the prediction."""
+        check_rank(self, prediction, (1, 2), "[N, C] or [C]")
+        return [dataclasses.replace(target_like("labels", prediction), dtype=INT64)]
+
+    def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+        """Emit one loss per row."""
+        x, (labels,) = prediction, targets
+        single = check_rank(self, x, (1, 2), "[N, C] or [C]") == 1
+        check_same_rank(self, x, labels)
+        if single:
+            x, labels = op.Unsqueeze(x, [0]), op.Unsqueeze(labels, [0])
+        zero, one = op.const(0.0, x.dtype), op.const(1.0, x.dtype)
+        places = op.cast(op.iota(op.size(labels, 1)), FLOAT)
+        ends = op.Where(op.Less(labels, 0), places, float(2**24))
+        given = op.Less(places, op.ReduceMin(ends, [1], keepdims=1))
+        labels = op.Where(given, labels, op.const(-1, labels.dtype))
+        one_hot = op.Equal(op.Unsqueeze(labels, [2]), class_indices(op, x, labels.dtype))
+        one_hot = op.Where(one_hot, one, zero)  # [N, label, class]
+        scores = op.ReduceSum(op.Mul(one_hot, op.Unsqueeze(x, [1])), [2], keepdims=1)
+        violation = clamp(op, op.Add(op.Sub(1.0, scores), op.Unsqueeze(x, [1])))
+        counts = op.Mul(
+            op.Unsqueeze(op.Where(given, one, zero), [2]),
+            op.Sub(1.0, op.Clip(op.ReduceSum(one_hot, [1], keepdims=1), None, one)),
+        )
+        each = op.ReduceSum(op.Mul(violation, counts), [1, 2], keepdims=0)
+        each = op.Div(each, op.count(x, [1]))
+        return op.Squeeze(each, [0]) if single else each
 
 
 def _label_scores_by_comparison(

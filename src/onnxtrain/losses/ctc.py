@@ -19,6 +19,7 @@ import onnx_ir as ir
 from onnxtrain.errors import ShapeError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.losses.classification import in_range_labels
 from onnxtrain.losses.logits import Reads
 from onnxtrain.losses.loss import INT64, LOSSES, Loss, TargetSpec, check_rank
 
@@ -110,6 +111,8 @@ class CTC(Loss):
     ) -> tuple[ir.Value, ir.Value]:
         """Return ``e`` [N, 2 S + 1] and whether a path may skip from ``e_(s-2)`` to ``e_s``."""
         blank = op.const(self.blank)
+        # The runtime refuses these, as it refuses labels beyond the classes.
+        labels = in_range_labels(op, op.Where(op.Equal(labels, blank), op.const(-1), labels))
         inside = op.Less(op.iota(op.size(labels, 1)), op.Unsqueeze(target_lengths, [1]))
         labels = op.Where(inside, labels, blank)
         # [N, S] -> [N, S, 2] -> [N, 2 S]: a blank before each label, one after the last

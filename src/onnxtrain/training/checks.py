@@ -21,6 +21,7 @@ import onnx
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.errors import CheckpointError, OnnxTrainError, argument, by_caller
 from onnxtrain.runtime import session as runtime
+from onnxtrain.training.labels import explain_sequences
 
 if TYPE_CHECKING:
     from onnxtrain.training.continual import ReplayBuffer
@@ -53,7 +54,7 @@ def explain_nonfinite_loss(
 ) -> str:
     """Return why the loss of a batch is not finite; the step must not be committed yet."""
     head = f"the loss of step {trainer.global_step + 1} is {float(computed[trainer.loss_name])}"
-    if found := _nonfinite_data(feeds, batch):
+    if found := _nonfinite_data(feeds, batch) or explain_sequences(trainer, feeds, batch):
         return f"{head}\n{found}"
     values = [(f"parameter {n!r}", trainer.view(n)) for n in trainer.parameters]
     values += [(f"buffer {n!r}", trainer.view(n)) for n in trainer.buffers]

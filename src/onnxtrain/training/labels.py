@@ -2,6 +2,7 @@
 
 :func:`explain_label_error` runs when a batch fails: it reads the number of classes of the loss, or
 of rows of an embedding table, from the graph, and finds the first label or index outside of it.
+:func:`explain_sequences` does this for label sequences of CTC that cannot be aligned.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _PASS_THROUGH = (
     "Cast",
     "Concat",
+    "Expand",
     "Flatten",
     "Identity",
     "Pad",
@@ -63,8 +65,62 @@ def explain_label_error(
     given = [t for t in trainer.batch_specs if t.name in feeds]
     targets = {t.name: feeds[t.name] for t in given if t.role == "target"}
     inputs = {t.name: feeds[t.name] for t in given if t.role == "input"}
-    problem = label_problem(model, targets, batch) or _index_problem(model, inputs, batch)
+    problem = (
+        _sequence_problem(model, targets, batch)
+        or label_problem(model, targets, batch)
+        or _index_problem(model, inputs, batch)
+    )
     return error if problem is None else LabelError(problem)
+
+
+def explain_sequences(
+    trainer: Trainer, feeds: Mapping[str, np.ndarray], batch: Batch
+) -> str | None:
+    """Return why the label sequences of a batch have an infinite CTC loss, if they have one."""
+    if trainer.manifest.model("eval") is None or not feeds.keys() >= _SEQUENCE_TARGETS:
+        return None
+    model = runtime.load_graph(trainer.artifacts.source("eval"))
+    return _sequence_problem(model, feeds, batch)
+
+
+_SEQUENCE_TARGETS = {"labels", "input_lengths", "target_lengths"}
+
+
+def _sequence_problem(
+    model: onnx.ModelProto, targets: Mapping[str, np.ndarray], batch: Batch
+) -> str | None:
+    """Return the message for the first label sequence of a batch that CTC cannot align."""
+    if not targets.keys() >= _SEQUENCE_TARGETS:
+        return None
+    known = label_classes(model, "labels")
+    padded = targets["labels"]
+    for row, labels in enumerate(padded):
+        time, count = (int(targets[n][row]) for n in ("input_lengths", "target_lengths"))
+        where = batch.places([row])
+        if count > len(labels):
+            return (
+                f"'target_lengths' has {count} in {where}; 'labels' has {len(labels)} columns\n"
+                "hint: pad 'labels' to the longest sequence"
+            )
+        labels = labels[:count]
+        if known is not None:
+            wrong = (labels < 0) | (labels >= known.size) | np.isin(labels, [*known.ignored])
+            if wrong.any():
+                blank = ", ".join(map(str, sorted(known.ignored)))
+                return (
+                    f"'labels' has {int(labels[wrong][0])} in {where}; the model has {known.size} "
+                    f"classes, of which {blank} is the blank\n"
+                    "hint: leave out the blank between labels; CTC(blank=...) sets its class"
+                )
+        repeats = int((labels[1:] == labels[:-1]).sum())
+        if time < count + repeats:
+            between = f" and a blank between {repeats} equal neighbors" if repeats else ""
+            return (
+                f"{count} labels{between} need {count + repeats} time steps, "
+                f"'input_lengths' has {time} in {where}\n"
+                "hint: remove these rows; CTC(zero_infinity=True) skips them"
+            )
+    return None
 
 
 def label_problem(
@@ -175,6 +231,8 @@ def _classes_in(
             inner = _classes_in(body, {body.input[i].name for i in given}, constants)
             if inner is not None:
                 count, ignored = inner.size, ignored | inner.ignored
+        elif 1 in given and node.op_type == "Gather" and node.input[0] in constants:
+            count = count or constants[node.input[0]].dims[0]  # one weight per class
         elif 1 in given and node.op_type in (*_LOSSES, "GatherElements"):
             attributes = {a.name: a.i for a in node.attribute}
             axis = 1 if node.op_type in _LOSSES else attributes.get("axis", 0)
