@@ -64,17 +64,17 @@ class _DiceLoss(Loss):
         shared = op.ReduceSum(op.Mul(p, t), axes, keepdims=0)
         total = op.ReduceSum(op.Add(p, t), axes, keepdims=0)
         # Without smooth, a class that neither mask has is 0 / 0.
-        total = op.Add(total, max(self.smooth, 1e-7))
-        share = op.Div(op.Add(op.Mul(shared, 2.0), max(self.smooth, 1e-7)), total)
+        smooth = max(self.smooth, 1e-7)
+        share = op.Div(op.Add(op.Mul(shared, 2.0), smooth), op.Add(total, smooth))
         each = op.Sub(1.0, share)
         weights = class_weights(self, op, self.weight, p, 1)
-        if weights is None:
+        if weights is None or self.weight is None:
             return reduce(op, each, self.reduction)
         each = op.Mul(each, weights)
         if self.reduction != "mean":
             return reduce(op, each, self.reduction)
-        rows = op.cast(op.count(each, [0]), each.dtype)
-        return op.Div(reduce(op, each, "sum"), op.Mul(rows, float(np.sum(self.weight))))
+        total_weight = op.Mul(op.count(each, [0]), float(np.sum(self.weight)))
+        return op.Div(reduce(op, each, "sum"), total_weight)
 
 
 @LOSSES.named("dice")

@@ -245,7 +245,7 @@ class WeightedRMSE(Loss):
         """Return the weight of each row of the grid."""
         ranks = (3, 4, 5) if self.weight else (2, 3, 4, 5)
         check_rank(self, x, ranks, "[N, C, latitude, longitude]")
-        rows = (S.dims_of(x) or ())[-2]
+        *_, rows, _ = S.dims_of(x) or (None, None)
         if self.latitudes is not None:
             degrees = np.asarray(self.latitudes)
         elif not isinstance(rows, int):
