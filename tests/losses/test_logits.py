@@ -64,6 +64,26 @@ SOFTMAX = {
     ),
     "normalizer": lambda op, z: normalized(op, op.Softmax(z)),
     "exp": lambda op, z: normalized(op, op.Exp(z)),
+    "normalizer behind a cast": lambda op, z: normalized(op, op.Cast(op.Exp(z), to=1)),
+    "reciprocal": lambda op, z: op.Mul(
+        op.Exp(z), op.Reciprocal(op.ReduceSum(op.Exp(z), [1], keepdims=1))
+    ),
+    "sum without its axis": lambda op, z: op.Div(
+        (e := op.Exp(z)), op.Unsqueeze(op.ReduceSum(e, [1], keepdims=0), [1])
+    ),
+    "expanded sum": lambda op, z: op.Div(
+        (e := op.Exp(z)), op.Expand(op.ReduceSum(e, [1], keepdims=1), op.Shape(e))
+    ),
+    "norm": lambda op, z: op.LpNormalization(op.Exp(z), p=1, axis=1),
+    "exp of log-softmax": lambda op, z: op.Exp(op.LogSoftmax(z)),
+    "exp of a difference": lambda op, z: op.Exp(op.Sub(z, op.ReduceLogSumExp(z, [1], keepdims=1))),
+    "log of a sum of exp": lambda op, z: op.Exp(
+        op.Sub(z, op.Log(op.ReduceSum(op.Exp(z), [1], keepdims=1)))
+    ),
+    "maximum": lambda op, z: op.Max(op.Min(op.Softmax(z), 1 - 1e-7), 1e-7),
+    "epsilon": lambda op, z: op.Add(op.Softmax(z), 1e-7),
+    "times one": lambda op, z: op.Relu(op.Mul(op.Softmax(z), op.const([1.0]))),
+    "concat of one": lambda op, z: op.Concat(op.Softmax(z), axis=1),
 }
 
 
@@ -126,6 +146,14 @@ SIGMOID = {
         *(op.Sigmoid(op.Slice(z, [i], [i + 1], [1])) for i in range(3)), axis=1
     ),
     "quotient": lambda op, z: op.Div(1.0, op.Add(1.0, op.Exp(op.Neg(z)))),
+    "quotient of vectors": lambda op, z: op.Div(
+        op.const([1.0]), op.Add(op.const([1.0]), op.Exp(op.Neg(z)))
+    ),
+    "exp over one plus exp": lambda op, z: op.Div((e := op.Exp(z)), op.Add(e, 1.0)),
+    "tanh": lambda op, z: op.Mul(op.Add(1.0, op.Tanh(op.Mul(z, 0.5))), 0.5),
+    "half of tanh": lambda op, z: op.Add(op.Mul(op.Tanh(op.Div(z, 2.0)), 0.5), 0.5),
+    "log-sigmoid": lambda op, z: op.Exp(op.Neg(op.Softplus(op.Neg(z)))),
+    "maximum": lambda op, z: op.Max(op.Sigmoid(z), 1e-7),
 }
 
 
@@ -177,13 +205,13 @@ def test_bce_reads_probabilities() -> None:
 
 
 REFUSED = {
-    "one sigmoid with cross entropy": (
-        lambda op, z: op.Sigmoid(op.Slice(z, [0], [1], [1])),
-        "cross_entropy",
-        "Sigmoid",
-    ),
     "softmax with bce": (SOFTMAX["softmax"], "bce_with_logits", "Softmax"),
     "tight clip": (lambda op, z: op.Clip(op.Softmax(z), 0.1, 0.9), "cross_entropy", "Softmax"),
+    "softmax with nll": (lambda op, z: op.Mul(op.Softmax(z), 2.0), "nll", "Softmax"),
+    "dropout": (lambda op, z: op.Dropout(op.Softmax(z), 0.5), "cross_entropy", "Softmax"),
+    "square root": (lambda op, z: op.Sqrt(op.Softmax(z)), "cross_entropy", "Softmax"),
+    "log with bce": (lambda op, z: op.Log(op.Sigmoid(z)), "bce_with_logits", "Sigmoid"),
+    "log-softmax with bce": (lambda op, z: op.LogSoftmax(z), "bce_with_logits", "LogSoftmax"),
     "average of classifiers": (
         lambda op, z: op.Mul(op.Add(op.Softmax(z), op.Softmax(op.Neg(z))), 0.5),
         "cross_entropy",
@@ -203,6 +231,43 @@ def test_probabilities_without_logits_are_refused(name: str) -> None:
     assert reads(trained(net(ending), reader)) == []
     with hints_name_flags(), pytest.raises(PrepareError, match=f"--loss-output {reader.output}"):
         trained(net(ending), loss)
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        lambda op, z: op.HardSigmoid(z),
+        lambda op, z: op.Clip(op.Add(op.Mul(z, 0.2), 0.5), 0.0, 1.0),
+        lambda op, z: op.Mul(op.Clip(op.Add(z, 3.0), 0.0, 6.0), 1 / 6),  # tf2onnx
+    ],
+)
+def test_a_hard_sigmoid_has_probabilities(ending: Callable) -> None:
+    with pytest.raises(PrepareError, match=r"\nhint: use loss='bce', which reads probabilities$"):
+        trained(net(ending), "bce_with_logits")
+    assert trained(net(ending), "bce").evaluate_batch(x=X, target=HALVES).loss > 0
+
+
+def test_one_probability_with_cross_entropy_names_the_loss_that_works() -> None:
+    model = net(lambda op, z: op.Sigmoid(op.Slice(z, [0], [1], [1])))
+    with pytest.raises(PrepareError, match=r"\nhint: use loss='bce_with_logits', whose targets"):
+        trained(model, "cross_entropy")
+    assert len(reads(trained(model, "bce_with_logits"))) == 1
+
+
+def test_a_softmax_of_opset_11_names_the_value_of_the_file() -> None:
+    """It flattens to rows, which the conversion writes as nodes whose names no user knows."""
+    model = onnx.parser.parse_model("""<ir_version: 7, opset_import: ["": 11]> g
+        (float[n, 2, 5] x) => (float[n, 3, 5] y) <float[3, 2, 1] w = {1, 2, 3, 4, 5, 6}> {
+        z = Conv(x, w) y = Softmax<axis = 1>(z) }""")
+    with pytest.raises(PrepareError, match=r"LossTerm\('cross_entropy', output='z'\)"):
+        trained(model, "cross_entropy")
+    trained(model, L.LossTerm("cross_entropy", output="z"))
+
+
+def test_an_output_without_a_gradient_names_the_loss_of_the_caller() -> None:
+    model = net(lambda op, z: op.Round(z))
+    with pytest.raises(PrepareError, match=r"LossTerm\('mse', output="):
+        trained(model, "mse")
 
 
 def test_an_output_of_labels_names_the_value_before_it() -> None:
@@ -242,6 +307,22 @@ def test_another_axis_is_refused_and_the_hint_works() -> None:
     loss = trainer.evaluate_batch(x=X, labels=LABELS.reshape(3, 2)).loss
     expected = F.cross_entropy(SCORES, torch.tensor(LABELS)).item()
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
+def test_the_axis_of_classes_is_that_of_the_output() -> None:
+    """tf2onnx ends segmentation models with a Transpose to channels last."""
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]> g
+        (float[n, 1, 4, 4] x) => (float[n, 4, 4, 3] y) <float[3, 1, 1, 1] w = {1, 2, 3}> {
+        z = Conv(x, w) p = Softmax<axis = 1>(z) y = Transpose<perm = [0, 2, 3, 1]>(p) }""")
+    with pytest.raises(PrepareError, match="'cross_entropy:axis=3'"):
+        trained(model, "cross_entropy")
+    trainer = trained(model, "cross_entropy:axis=3")
+    assert len(reads(trainer)) == 1
+    x = np.random.default_rng(0).standard_normal((2, 1, 4, 4)).astype(np.float32)
+    labels = np.arange(32).reshape(2, 4, 4) % 3
+    scores = torch.tensor(x) * torch.tensor([1.0, 2.0, 3.0]).reshape(1, 3, 1, 1)
+    loss = trainer.evaluate_batch(x=x, labels=labels).loss
+    np.testing.assert_allclose(loss, F.cross_entropy(scores, torch.tensor(labels)), rtol=1e-5)
 
 
 KERAS = """

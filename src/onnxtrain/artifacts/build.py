@@ -314,7 +314,9 @@ def _normal_form(source: ir.Model, options: BuildOptions) -> Prepared:
 def _select(base: Prepared, options: BuildOptions) -> Selection:
     """Return the tensors of the model that the options select."""
     read_by_loss = loss_inputs(options.loss, base.model)
-    trainable = select_parameters(base, options.train, options.freeze, inner=read_by_loss)
+    trainable = select_parameters(
+        base, options.train, options.freeze, inner=read_by_loss, loss=options.loss
+    )
     statistics = batch_statistics(base.graph)
     return Selection(
         candidates=tuple(x.name or "" for x in trainable),

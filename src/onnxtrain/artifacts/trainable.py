@@ -59,7 +59,12 @@ _INTEGER_ARITHMETIC_HINT = (
 
 
 def select_parameters(
-    base: Prepared, train: Names, freeze: Names, *, inner: Collection[str] = ()
+    base: Prepared,
+    train: Names,
+    freeze: Names,
+    *,
+    inner: Collection[str] = (),
+    loss: object = None,
 ) -> list[ir.Value]:
     """Return the initializers to train, in the order of the model.
 
@@ -68,6 +73,7 @@ def select_parameters(
         train: names, globs or selectors of parameters; by default all trainable ones.
         freeze: names, globs or selectors to exclude.
         inner: values inside the model that the loss reads, in addition to its outputs.
+        loss: the loss of the caller, for hints.
 
     Raises:
         PrepareError: if a name is unknown or nothing is left to train.
@@ -86,7 +92,7 @@ def select_parameters(
     selected = [x for x in selected if x not in statistics or x.name in names]
     selected = [x for x in selected if 0 not in (S.dims_of(x) or ())]  # empty tensors
     if not selected:
-        raise PrepareError(_nothing_to_train(base, train, freeze))
+        raise PrepareError(_nothing_to_train(base, train, freeze, loss))
     return selected
 
 
@@ -155,7 +161,7 @@ _TREES_HINT = (
 )
 
 
-def _nothing_to_train(base: Prepared, train: Names, freeze: Names) -> str:
+def _nothing_to_train(base: Prepared, train: Names, freeze: Names, loss: object) -> str:
     """Return the error message: why each tensor and operator does not train, and a hint."""
     lines = ["no parameter is left to train"]
     if train is not None or freeze is not None:
@@ -186,7 +192,8 @@ def _nothing_to_train(base: Prepared, train: Names, freeze: Names) -> str:
         last = _last_differentiable_values(base.graph, cut_off)
         if not (integers or reasons or cut_off) and any("::TreeEnsemble" in key for key in counts):
             return "\n".join([*lines, _TREES_HINT])
-        lines.append(_hint(bool(integers), _reached(base), bool(cut_off), last))
+        named = loss if isinstance(loss, str) and loss != "nll" else "cross_entropy"
+        lines.append(_hint(bool(integers), _reached(base), bool(cut_off), last, named))
     return "\n".join(lines)
 
 
@@ -234,12 +241,14 @@ def _reached(base: Prepared) -> list[str]:
     ]
 
 
-def _hint(integers: bool, tensors: Sequence[str], cut_off: bool, last: Sequence[str]) -> str:
+def _hint(
+    integers: bool, tensors: Sequence[str], cut_off: bool, last: Sequence[str], loss: str
+) -> str:
     """Return the hint for a model with these kinds of tensors."""
     if last:
         return (
             "hint: no gradient flows from the outputs; let the loss read a value inside the model: "
-            + term_of_output("cross_entropy", last[-1])
+            + term_of_output(loss, last[-1])
         )
     if integers:
         return (
