@@ -87,8 +87,13 @@ SOFTMAX = {
 }
 
 
-@pytest.mark.parametrize("ending", SOFTMAX)
-@pytest.mark.parametrize("loss", ["cross_entropy", "nll"])
+@pytest.mark.parametrize(
+    ("ending", "loss"),
+    [
+        *((ending, "cross_entropy") for ending in SOFTMAX),
+        *((ending, "nll") for ending in ("softmax", "transpose", "exp", "exp of log-softmax")),
+    ],
+)
 def test_softmax_is_not_applied_twice(ending: str, loss: str) -> None:
     trainer = trained(net(SOFTMAX[ending]), loss, metrics=["accuracy"], outputs=["p"])
     result = trainer.evaluate_batch(x=X, labels=LABELS)
@@ -206,6 +211,8 @@ def test_bce_reads_probabilities() -> None:
 
 REFUSED = {
     "softmax with bce": (SOFTMAX["softmax"], "bce_with_logits", "Softmax"),
+    "quotient with bce": (SOFTMAX["expanded sum"], "bce_with_logits", "Div"),
+    "exp with bce": (SOFTMAX["exp of log-softmax"], "bce_with_logits", "Exp"),
     "tight clip": (lambda op, z: op.Clip(op.Softmax(z), 0.1, 0.9), "cross_entropy", "Softmax"),
     "softmax with nll": (lambda op, z: op.Mul(op.Softmax(z), 2.0), "nll", "Softmax"),
     "dropout": (lambda op, z: op.Dropout(op.Softmax(z), 0.5), "cross_entropy", "Softmax"),
@@ -262,6 +269,18 @@ def test_a_softmax_of_opset_11_names_the_value_of_the_file() -> None:
     with pytest.raises(PrepareError, match=r"LossTerm\('cross_entropy', output='z'\)"):
         trained(model, "cross_entropy")
     trained(model, L.LossTerm("cross_entropy", output="z"))
+
+
+def test_an_activation_in_a_branch_is_refused() -> None:
+    branch = "b{i} () => (float[n, 3] p{i}) {{ p{i} = Sigmoid(z) }}"
+    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 18]> g
+        (float[n, 4] x, bool c) => (float[n, 3] y) <float[4, 3] w = {{{"1," * 11} 2}}> {{
+        z = MatMul(x, w) y = If(c) <then_branch = {branch.format(i=0)},
+        else_branch = {branch.format(i=1)}> }}""")
+    hint = "export the model without this activation; or use loss='bce', which reads probabilities"
+    with pytest.raises(PrepareError, match=f"\nhint: {hint}$"):
+        trained(model, "bce_with_logits")
+    trained(model, "bce")
 
 
 def test_an_output_without_a_gradient_names_the_loss_of_the_caller() -> None:

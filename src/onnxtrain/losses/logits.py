@@ -66,7 +66,7 @@ def find_logits(
     """
     if reads is Reads.VALUES:
         return None
-    search = _Search(op, loss, name, reads, y)
+    search = _Search(op, loss, name, reads, y, axis)
     emit = search.sigmoid(y) if reads is Reads.SIGMOID_LOGITS else search.softmax(y, axis)
     if emit is None:
         search.refuse_other_activations()
@@ -93,8 +93,11 @@ _MAX_DEPTH = 64  # nodes between the activation and the output
 class _Search:
     """A walk back from an output; each method returns a function that emits the logits."""
 
-    def __init__(self, op: OpBuilder, loss: str, name: str, reads: Reads, y: ir.Value) -> None:
+    def __init__(
+        self, op: OpBuilder, loss: str, name: str, reads: Reads, y: ir.Value, axis: int | None
+    ) -> None:
         self.op, self.loss, self.name, self.reads, self.y = op, loss, name, reads, y
+        self.axis = axis
         self.activation: ir.Node | None = None
         self._moves: list[ir.Node] = []  # from the output back to the activation
 
@@ -268,15 +271,18 @@ class _Search:
 
     def _has_one_class(self) -> bool:
         dims = S.dims_of(self.y)
-        return self.reads is not Reads.SIGMOID_LOGITS and dims is not None and dims[-1] == 1
+        return self.axis is not None and dims is not None and dims[self.axis] == 1
 
     def _error(self, reason: str = "", hint: str = "") -> PrepareError:
         node = self.activation
         assert node is not None
         if not hint:
             name = "cross_entropy" if self.reads is Reads.LOG_PROBABILITIES else self.name
-            term = term_of_output(name, _before(node, self.y).name)
-            hint = f"let the loss read a value before it: {term}"
+            x = _before(node, self.y)
+            hint = f"let the loss read a value before it: {term_of_output(name, x.name)}"
+            producer = self.y.producer()
+            if producer is not None and node.graph is not producer.graph:  # in a branch of an If
+                hint = "export the model without this activation"
             if node.op_type == "Sigmoid" and self._has_one_class():
                 hint = f"use {argument('loss', 'bce_with_logits')}, whose targets are 0 and 1"
             elif node.op_type in ("HardSigmoid", "Clip") and self.reads is Reads.SIGMOID_LOGITS:
@@ -308,6 +314,8 @@ def _probabilities(y: ir.Value, depth: int, *, logarithms: bool = False) -> ir.N
         return None if is_op(node, "LogSoftmax") and not logarithms else node
     if is_op(node, "Log") and not logarithms:
         return None
+    if _is_written_out(node):
+        return node
     if is_op(node, *_MOVES, "Log"):
         operands = [_first(node)] if S.is_float(node.inputs[0]) else []
     elif is_op(node, "If"):
@@ -320,6 +328,15 @@ def _probabilities(y: ir.Value, depth: int, *, logarithms: bool = False) -> ir.N
     if found and None not in found:
         return found[0]
     return _hard_sigmoid(node, 1.0)
+
+
+def _is_written_out(node: ir.Node) -> bool:
+    """Return whether a node computes a softmax from Exp, as ``exp(z) / sum(exp(z))``."""
+    if is_op(node, "Exp"):
+        return _log_softmax_axis(_first(node)) is not None
+    share = _share(node) if is_op(node, "Div", "Mul", "LpNormalization") else None
+    exp = None if share is None else share[0].producer()
+    return exp is not None and is_op(exp, "Exp")
 
 
 def _hard_sigmoid(node: ir.Node | None, high: float) -> ir.Node | None:
@@ -340,13 +357,21 @@ def _hard_sigmoid(node: ir.Node | None, high: float) -> ir.Node | None:
 
 def _before(node: ir.Node, y: ir.Value) -> ir.Value:
     """Return the input of an activation, or a view of it that has the shape of the output."""
-    x = view = _first(node)
-    while S.dims_of(view) != S.dims_of(y):
+    share = _share(node) if is_op(node, "Div", "Mul", "LpNormalization") else None
+    inner = _first(node).producer() if share is None else share[0].producer()
+    written_out = inner is not None and _is_written_out(node)
+    x = view = _first(inner if written_out and inner is not None else node)
+    while S.dims_of(view) != S.dims_of(y) or _is_of_converter(view):
         producer = view.producer()
         if producer is None or not is_op(producer, "Reshape", "Flatten", "Transpose", "Cast"):
-            return x
+            return view if _is_of_converter(x) else x
         view = _first(producer)
     return view
+
+
+def _is_of_converter(x: ir.Value) -> bool:
+    """Return whether onnx's version converter made a value: it flattens for an old Softmax."""
+    return (x.name or "").startswith("_v_")
 
 
 def _first(node: ir.Node) -> ir.Value:
