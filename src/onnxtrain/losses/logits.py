@@ -345,7 +345,8 @@ def _hard_sigmoid(node: ir.Node | None, high: float) -> ir.Node | None:
         return None
     if is_op(node, "Clip"):
         bounds = [_number(x) for x in (*node.inputs, None, None)[1:3]]
-        return node if None not in bounds and np.allclose(bounds, (0, high)) else None
+        low, top = bounds
+        return node if low == 0 and top is not None and np.isclose(top, high) else None
     pairs = [(node.inputs[0], node.inputs[1]), (node.inputs[1], node.inputs[0])]
     for x, other in pairs if is_op(node, "Mul") else pairs[:1]:
         number = _number(other)
