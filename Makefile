@@ -101,6 +101,7 @@ ops: $(VENV)/.dev  ## ONNX's node tests as a gradient test; rewrites docs/ops.md
 wild: $(VENV)/.dev  ## files that others made, in .cache/wild; rewrites docs/wild.md
 	$(BIN)/python -m tests.wild.produce
 	$(BIN)/python -m tests.wild --write
+	$(BIN)/python -m tests.wild.as_torch
 
 ort-suite: $(VENV)/.dev  ## onnxruntime's own tests of its training API: make ort-suite ORT_SRC=<checkout>
 	$(BIN)/python -m tests.compat.ort_suite "$(ORT_SRC)"

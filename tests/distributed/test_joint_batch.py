@@ -88,6 +88,18 @@ def test_finetune_weighs_parts_by_their_tokens(pool: Pool, tmp_path: Path) -> No
     assert second[1] == []
 
 
+@pytest.mark.parametrize("everything", [False, True])
+def test_parts_that_are_suddenly_unequal_count_by_their_rows(
+    everything: bool, pool: Pool, tmp_path: Path
+) -> None:
+    nets.artifacts("mlp", everything=everything).save(tmp_path / "art")
+    task = "tests.distributed.nets.uneven"
+    (one,) = pool.run(1, task, str(tmp_path))
+    for losses, state in pool.run(2, task, str(tmp_path)):
+        np.testing.assert_allclose(losses, one[0], rtol=1e-6)
+        assert distance(state, one[1]) < 1e-5
+
+
 @pytest.mark.parametrize("numbers", [(2, 3, 1), (1, 2, 2)])
 def test_a_run_continues_with_another_number_of_workers(
     numbers: tuple[int, ...], pool: Pool, tmp_path: Path

@@ -8,9 +8,10 @@ the start, and results of what only the first worker does (files, validation, pr
 The life of a step:
 
 1. ``Trainer.compute`` runs the gradient model on the rows of this worker. Meanwhile workers sum
-   their numbers of rows and requests to stop.
-2. Gradients are scaled by the share of rows. After the last micro-batch, workers sum gradients and
-   the loss and metrics of the batch at the same time: waiting twice would take twice as long.
+   their numbers of rows, unless these have been equal for some steps.
+2. Gradients are scaled by the share of rows. After the last micro-batch, workers sum gradients.
+   At the same time they sum rows, loss, metrics and requests to stop: waiting twice would take
+   twice as long. If rows are not equal as expected, the gradients are computed and summed again.
 3. ``Trainer.commit`` runs the same update on every worker.
 """
 
@@ -28,7 +29,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from onnxtrain.errors import MissingExtraError, OnnxTrainError, ShapeError
+from onnxtrain.errors import MissingExtraError, OnnxTrainError
 from onnxtrain.runtime import session as runtime
 
 R = TypeVar("R")
@@ -235,23 +236,6 @@ class Workers:
             return tensor.tolist()
 
         return sums
-
-    def start_batch(self, weight: float) -> Callable[[], float]:
-        """Start to sum the rows of a batch and requests to stop; return what waits for the rows.
-
-        Raises:
-            ShapeError: on waiting, if the batch is empty.
-        """
-        sums = self.start_add([weight, self.stop])
-
-        def rows() -> float:
-            total, stops = sums()
-            self.all_stop = stops > 0
-            if not total:
-                raise ShapeError("no worker has a row of this batch")
-            return total
-
-        return rows
 
     def start_add_in_place(self, vectors: Iterable[Any]) -> Callable[[], None]:
         """Start to sum vectors over all workers in place; return what waits for the sums.

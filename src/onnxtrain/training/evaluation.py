@@ -68,27 +68,34 @@ class Mean:
 
 
 def mean_over(
-    workers: Workers, names: Outputs, outputs: Mapping[str, Any], share: tuple[float, float]
-) -> dict[str, Any]:
-    """Return loss and metrics of a batch, whose parts several workers have computed.
+    workers: Workers, names: Outputs, outputs: Mapping[str, Any], weight: float
+) -> tuple[float, bool, dict[str, Any]]:
+    """Return rows, loss and metrics of a batch, whose parts several workers have computed.
 
     Args:
         workers: compute a part each.
         names: of loss and metrics.
         outputs: of this part.
-        share: rows of this part, which may be 0, and of the batch.
+        weight: of this part: its rows or tokens; 0 if it is empty.
+
+    Returns:
+        The rows of the batch, whether all parts have equally many, and the means by name.
     """
     mean = Mean()
-    weight, total = share
     if weight:
         mean.add(names.result(outputs, 0, updated=False), weight)
     sums = mean.state_dict()["sums"]
     named = ["loss", *names.metrics]
-    totals = workers.add([sums.get(n, 0.0) for n in named])
+    own = [weight, weight**2, workers.stop, *(sums.get(n, 0.0) for n in named)]
+    total, squares, stops, *totals = workers.add(own)
+    workers.all_stop = stops > 0
+    if not total:
+        raise ShapeError("no worker has a row of this batch")
     values = Mean.from_dict({"samples": total, "sums": dict(zip(named, totals, strict=True))})
     means = values.values()
     means[names.loss] = means.pop("loss")
-    return {n: np.float64(v) for n, v in means.items()}
+    equal = squares * workers.size == total**2
+    return total, equal, {n: np.float64(v) for n, v in means.items()}
 
 
 def _to_log_perplexity(name: str, value: float) -> float:

@@ -78,6 +78,8 @@ logger = logging.getLogger(__name__)
 _EVALUATION_BATCH = 256
 _SEED_OF_WORKERS = 7919
 """Distance of the random seeds of two workers."""
+_EQUAL_STEPS = 8
+"""Steps with equal parts after which workers expect equal parts."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -211,7 +213,7 @@ class Trainer(SummaryRepr):
         # Of the last batch: rows of this worker and of all.
         self._share: tuple[float, float] = (1, 1)
         # Of the gradients: the factor of this worker in the sum over workers, and their norm.
-        self._factor, self._norm = 1.0, None
+        self._factor, self._norm, self._equal_steps = 1.0, None, 0
         self._wait_for_sums: Callable[[], None] | None = None
         self.part_outputs: dict[str, np.ndarray] = {}
         """Results of this worker's part of the last batch."""
@@ -385,13 +387,25 @@ class Trainer(SummaryRepr):
             self.part_outputs = outputs = self._compute(feeds)
             return outputs
         self._finish_sums()
-        rows = workers.start_batch(weight)
+        known = self._equal_steps >= _EQUAL_STEPS
+        rows = None if known else workers.start_add([weight])
         self.part_outputs = outputs = self._compute(feeds) if weight else {}
-        self._share = (weight, rows())
+        self._sum_gradients(workers, weight, weight * workers.size if rows is None else rows()[0])
+        total, equal, means = mean_over(workers, self._outputs, outputs, weight)
+        if known and not equal:
+            self._finish_sums()
+            if weight:
+                self._compute(feeds)
+            self._sum_gradients(workers, weight, total)
+        self._equal_steps = self._equal_steps + 1 if equal else 0
+        return {**outputs, **means}
+
+    def _sum_gradients(self, workers: Workers, weight: float, total: float) -> None:
+        """Weigh the gradients of a batch; start to sum them after the last micro-batch."""
+        self._share = (weight, total)
         self._weigh(workers)
         if self._accumulated + 1 >= self.manifest.accumulate:
             self._start_sums(workers, pending=True)
-        return {**outputs, **mean_over(workers, self._outputs, outputs, self._share)}
 
     def _compute(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         self._check_batch_size(feeds)
@@ -427,7 +441,8 @@ class Trainer(SummaryRepr):
         """
         rows, total = self._share
         # The vector layout has no factor for the mean over workers in its update.
-        factor = rows / total if self.layout == "vector" else rows * workers.size / total
+        count = 1 if self.layout == "vector" else workers.size
+        factor = rows * count / total if rows else 0.0
         if not self._accumulated:
             self._factor = factor or 1.0
         if factor != self._factor:
