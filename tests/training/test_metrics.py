@@ -20,7 +20,7 @@ from onnxtrain.artifacts.build import build
 from onnxtrain.errors import OnnxTrainError, PrepareError, ShapeError
 from onnxtrain.losses.metrics import DATA_SET_METRICS
 from onnxtrain.training import EarlyStopping, Trainer
-from onnxtrain.training.metrics import BUILT_IN, Comparison
+from onnxtrain.training.metrics import BUILT_IN, OBJECTS, Comparison
 from tests.artifacts.models import data, finished, graph, weight
 from tests.training.made import made, same
 
@@ -334,7 +334,7 @@ def test_rows_of_different_lengths_need_an_object() -> None:
 
 
 def test_metrics_of_data_sets_are_not_metrics_of_graphs() -> None:
-    assert {*DATA_SET_METRICS} == {*BUILT_IN} - {"accuracy", "mae"}
+    assert {*DATA_SET_METRICS} == {*BUILT_IN, *OBJECTS} - {"accuracy", "mae"}
     with pytest.raises(PrepareError, match=r"'f1' is not a mean .*\nhint: fit\(\.\.\., metrics="):
         made(metrics=["f1"])
     trainer = Trainer(made(metrics=["accuracy"]))

@@ -222,7 +222,10 @@ class MAE(Metric):
         return op.cast(reduce(op, op.Abs(op.Sub(prediction, target)), "mean"), FLOAT)
 
 
-DATA_SET_METRICS = ("precision", "recall", "f1", "auc", "map", "confusion_matrix", "r2")
+DATA_SET_METRICS = (
+    *("precision", "recall", "f1", "auc", "map", "confusion_matrix", "r2"),
+    *("miou", "dice", "cer"),
+)
 """Metrics that are not means over batches: ``fit`` and ``evaluate`` compute them outside the graph,
 from all predictions of a data set."""
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from onnxtrain.errors import OnnxTrainError, argument, by_caller, expected_one_of
-from onnxtrain.training.metrics import BUILT_IN
+from onnxtrain.training.metrics import BUILT_IN, OBJECTS
 
 if TYPE_CHECKING:
     from onnxtrain.training.fit import Run
@@ -123,11 +123,12 @@ class Best(Callback):
 
 
 _LARGER_IS_BETTER = {
-    *("accuracy", "auc", "bleu", "dice", "f1", "iou", "map", "precision", "r2", "recall", "score"),
+    *("accuracy", "auc", "bleu", "dice", "f1", "iou", "map", "miou", "precision", "r2"),
+    *("recall", "score"),
     "top",
 }
 _SMALLER_IS_BETTER = {
-    *("error", "loss", "lr", "mae", "mape", "mse", "norm", "perplexity", "rmse", "wer"),
+    *("cer", "error", "loss", "lr", "mae", "mape", "mse", "norm", "perplexity", "rmse", "wer"),
 }
 """Words in names of values; an unknown name needs a mode."""
 
@@ -135,7 +136,7 @@ _SMALLER_IS_BETTER = {
 def unknown_monitor(name: str, known: Sequence[str], *, validated: bool) -> OnnxTrainError:
     """Return the error for a value that records of epochs do not have, and what would add it."""
     metrics = [n for n in known if not n.startswith("val_")]
-    possible = [*known, *(f"val_{n}" for n in (*metrics, *BUILT_IN))]
+    possible = [*known, *(f"val_{n}" for n in (*metrics, *BUILT_IN, *OBJECTS))]
     near = [n for n in possible if n.startswith(name)]  # val_acc is val_accuracy, not val_auc
     near = near[:1] or difflib.get_close_matches(name, possible, n=1)
     message = f"unknown monitor: {name!r} {expected_one_of(name, known)}"

@@ -5,7 +5,8 @@ a data set, outside the graph: F1 or AUC is not a mean over batches. In reading 
 
 - :class:`Metrics` resolves what the caller gives, collects batches and returns the values;
 - :class:`Comparison` has targets and predictions in the forms that metrics read;
-- the built-in metrics, in numpy, with the definitions of scikit-learn.
+- the built-in metrics, in numpy, with the definitions of scikit-learn;
+- metrics that read one batch at a time: masks and transcripts.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class Metrics:
                 raise OnnxTrainError(
                     f"the graph already reports {name!r}\nhint: metrics={{'my_{name}': ...}}"
                 )
-            if _is_object(metric):
+            if isinstance(metric, str) and metric in OBJECTS:
+                self._objects[name] = OBJECTS[metric]()
+            elif _is_object(metric):
                 self._objects[name] = metric
             elif isinstance(metric, str):
                 self._functions[name] = _built_in(metric)
@@ -161,6 +164,8 @@ def _is_object(metric: Any) -> bool:
 
 def _update(metric: Any, comparison: Comparison) -> None:
     predictions, targets = comparison.predictions, comparison.targets
+    if isinstance(metric, MeanIoU):
+        return metric.add(comparison)
     if any(base.__module__.startswith("torchmetrics.") for base in type(metric).__mro__):
         predictions, targets = _tensors(predictions), _tensors(targets)
     metric.update(predictions, targets)
@@ -378,7 +383,12 @@ def _built_in(name: str) -> Callable[[Comparison], Any]:
             f"{name!r} is a metric of the graph\nhint: "
             + by_caller(f"build(..., metrics=[{name!r}])", f"onnxtrain build ... --metric {name}")
         )
-    known = [*BUILT_IN, "top_3"]
+    if name == "wer":
+        raise OnnxTrainError(
+            "'wer' needs the label that stands between words\n"
+            "hint: metrics={'wer': onnxtrain.training.WordErrorRate(separator=...)}"
+        )
+    known = [*BUILT_IN, *OBJECTS, "top_3"]
     raise OnnxTrainError(f"unknown metric: {name!r} {expected_one_of(name, known)}")
 
 
@@ -498,3 +508,160 @@ BUILT_IN: dict[str, Callable[[Comparison], Any]] = {
 Precision, recall, F1 and AUC are those of class 1 if there are two classes, else means over classes
 or labels (``average="macro"`` in scikit-learn).
 """
+
+
+# -- metrics of one batch at a time --------------------------------------------------------
+
+
+class MeanIoU:
+    """Mean over classes of ``hits / (hits + misses + false alarms)`` of positions of masks.
+
+    Positions whose label is not a class are ignored. Classes that neither labels nor predictions
+    have do not count. For masks of sigmoids, a class is what lies inside of its mask.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all batches."""
+        self._counts = np.zeros((3, 0), np.int64)  # hits, predictions and labels by class
+
+    def update(self, predictions: np.ndarray, targets: np.ndarray) -> None:
+        """Count the positions of logits ``[N, C, ...]`` and labels ``[N, ...]``."""
+        self.add(Comparison(np.asarray(targets), np.asarray(predictions)))
+
+    def add(self, comparison: Comparison) -> None:
+        """Count the positions of a batch."""
+        labels, classes = comparison.labels, comparison.classes
+        if comparison._exclusive:
+            size = comparison._scores[1].shape[1]
+            found = (labels[labels == classes], classes, labels)
+            counts = np.stack([np.bincount(a, minlength=size) for a in found])
+        else:  # a mask per class: [N, C, ...]
+            shape = comparison.single[0].shape
+            a, b = (
+                v.reshape(*(shape[:2] if len(shape) > 1 else (-1, 1)), -1).astype(bool)
+                for v in (labels, classes)
+            )
+            counts = np.stack([v.sum((0, 2)) for v in (a & b, b, a)])
+        self._counts = counts + (self._counts if self._counts.size else 0)
+
+    def compute(self) -> float:
+        """Return the mean; NaN without any class."""
+        hits, predicted, actual = self._counts
+        return self._mean(hits, predicted + actual - hits)
+
+    @staticmethod
+    def _mean(a: np.ndarray, b: np.ndarray) -> float:
+        return float((a[b > 0] / b[b > 0]).mean()) if (b > 0).any() else float("nan")
+
+
+class DiceScore(MeanIoU):
+    """Mean over classes of ``2 hits / (2 hits + misses + false alarms)``: F1 of positions."""
+
+    def compute(self) -> float:
+        """Return the mean; NaN without any class."""
+        hits, predicted, actual = self._counts
+        return self._mean(2 * hits, predicted + actual)
+
+
+class CharErrorRate:
+    """Insertions, deletions and substitutions per label of the reference.
+
+    It decodes the output of a model with the loss ``ctc``, ``[T, N, C]``, by the best class of each
+    time step. :meth:`update` also takes two lists of texts.
+
+    >>> metric = CharErrorRate()
+    >>> metric.update(["kitten"], ["sitting"])
+    >>> round(metric.compute(), 3)
+    0.429
+
+    Args:
+        blank: class of the blank.
+    """
+
+    def __init__(self, blank: int = 0) -> None:
+        self.blank = blank
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all batches."""
+        self._edits = self._length = 0
+
+    def update(self, predictions: Any, targets: Any) -> None:
+        """Compare texts or label sequences, or the outputs and targets of a batch of CTC."""
+        if isinstance(targets, Mapping):
+            predictions, targets = self._decoded(predictions, targets)
+        for predicted, actual in zip(predictions, targets, strict=True):
+            a, b = self.tokens(predicted), self.tokens(actual)
+            self._edits += edit_distance(a, b)
+            self._length += len(b)
+
+    def compute(self) -> float:
+        """Return the rate; NaN for references without labels."""
+        return self._edits / self._length if self._length else float("nan")
+
+    def tokens(self, sequence: Any) -> list[Any]:
+        """Return what is compared: the characters of a text, or the labels of a sequence."""
+        return list(sequence)
+
+    def _decoded(self, outputs: Any, targets: Mapping[str, np.ndarray]) -> tuple[Any, Any]:
+        scores = [y for y in outputs.values() if y.ndim == 3]
+        if len(scores) != 1 or not targets.keys() >= {"labels", "input_lengths", "target_lengths"}:
+            raise PrepareError(
+                "it reads one output [T, N, C] and the targets of the loss 'ctc'\n"
+                "hint: decode yourself: metrics={'cer': lambda targets, predictions: ...}"
+            )
+        best = scores[0].argmax(-1).T
+        paths = [row[:n] for row, n in zip(best, targets["input_lengths"], strict=True)]
+        merged = [path[np.append(True, path[1:] != path[:-1])[: len(path)]] for path in paths]
+        pairs = zip(targets["labels"], targets["target_lengths"], strict=True)
+        return [m[m != self.blank].tolist() for m in merged], [a[:n].tolist() for a, n in pairs]
+
+
+class WordErrorRate(CharErrorRate):
+    """Insertions, deletions and substitutions per word of the reference.
+
+    >>> metric = WordErrorRate()
+    >>> metric.update(["the cat sat"], ["the bat sat down"])
+    >>> metric.compute()
+    0.5
+
+    Args:
+        separator: class of the label between words, for the loss ``ctc``; texts have spaces.
+        blank: class of the blank.
+    """
+
+    def __init__(self, separator: int | None = None, blank: int = 0) -> None:
+        super().__init__(blank)
+        self.separator = separator
+
+    def tokens(self, sequence: Any) -> list[Any]:
+        """Return the words."""
+        if isinstance(sequence, str):
+            return sequence.split()
+        if self.separator is None:
+            raise PrepareError("the label between words is not known\nhint: pass separator=")
+        words: list[list[Any]] = [[]]
+        for label in sequence:
+            words[-1:] = [words[-1], []] if label == self.separator else [[*words[-1], label]]
+        return [word for word in words if word]
+
+
+def edit_distance(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Return the number of insertions, deletions and substitutions between two sequences."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a):
+        last, row[0] = row[0], i + 1
+        for j, y in enumerate(b):
+            last, row[j + 1] = row[j + 1], min(row[j] + 1, row[j + 1] + 1, last + (x != y))
+    return row[-1]
+
+
+OBJECTS: dict[str, Callable[[], Any]] = {
+    "miou": MeanIoU,
+    "dice": DiceScore,
+    "cer": CharErrorRate,
+}
+"""Built-in metrics that read one batch at a time, by name."""
