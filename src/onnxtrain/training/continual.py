@@ -128,9 +128,10 @@ def consolidate(trainer: Trainer, data: Any, y: Any = None, *, max_rows: int | N
             "hint: build(..., optimizer='adamw:ewc=100')"
         )
     if (trainer.fixed_batch or 1) > 1:
+        axis = f"{trainer.batch_specs[0].name}[0]"
         raise OnnxTrainError(
             f"consolidate needs the gradients of single rows, the model has batches of "
-            f"{trainer.fixed_batch}\nhint: build(..., batch=None) or a file with a symbolic batch"
+            f"{trainer.fixed_batch}\nhint: build(..., dims={{{axis!r}: 'batch'}}) frees the axis"
         )
     source = as_source(with_targets(data, y), trainer.batch_specs, batch_size=1)
     squares = {s.parameter: np.zeros(s.shape, np.float64) for s in slots}
