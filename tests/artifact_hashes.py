@@ -65,6 +65,7 @@ from tests.text.words import write_tokenizer
 from tests.zoo.export import Exported, export
 from tests.zoo.models import ZOO, ZooModel
 
+os.environ["ONNXTRAIN_CACHE"] = "0"
 ROOT = Path(__file__).resolve().parents[1]
 LEVELS = ("bytes", "content", "graph")
 BUILD_TARGETS = (*targets.TARGETS, *targets.BUNDLES)

@@ -31,6 +31,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from onnxtrain.artifacts import cache
 from onnxtrain.artifacts.batch_axis import free_batch_axes
 from onnxtrain.artifacts.build_options import BuildOptions, Selection
 from onnxtrain.artifacts.directory import Artifacts
@@ -163,6 +164,10 @@ def build(
             so that models it rejects are found now and not at the first training step.
     """
     arguments = locals()  # the fields of BuildOptions have the names of the arguments
+    cached_file = cache.path_of(model, arguments)
+    cached = cache.read(cached_file)
+    if cached is not None:
+        return cached
     with hints_name_freeze():
         first, *others = (
             from_arguments(BuildOptions, {**arguments, "target": name})
@@ -177,6 +182,7 @@ def build(
                 artifacts = merge_targets(artifacts, _build_for_target(source, options))
     if artifacts.shared is not None:
         release_memory()
+    cache.write(cached_file, artifacts)
     return artifacts
 
 
