@@ -254,3 +254,25 @@ def test_the_table_of_operators_is_built_once(monkeypatch) -> None:
     mine, other = ([*map(id, t.get_decomps(torch.ops.aten.addmm.default))] for t in tables)
     assert mine[1:] == other  # the same functions; what one export adds stays in its table
     assert vars(_registration.ONNXRegistry)["from_torchlib"] is before
+
+
+class Decaying(nn.Module):
+    """Counts its calls; the count scales the result if ``read``."""
+
+    def __init__(self, *, read: bool) -> None:
+        super().__init__()
+        self.fc, self.read = nn.Linear(3, 2), read
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return self.fc(x) / (self.calls if self.read else 1.0)
+
+
+def test_buffers_that_change_the_next_results_are_refused() -> None:
+    x = torch.randn(2, 3)
+    with pytest.raises(ExportError, match=r"Decaying changes buffers in forward .*: calls\nhint:"):
+        from_torch(Decaying(read=True), x)
+    module = Decaying(read=False)
+    assert [y.name for y in from_torch(module, x).graph.inputs] == ["x"]
+    assert module.calls == 1

@@ -187,6 +187,61 @@ def test_a_leaf_is_not_changed_in_place() -> None:
         ours(torch.randn(2, 3, requires_grad=True))
 
 
+class Counting(nn.Module):
+    """Changes its buffers: one is replaced, one changes in place and is not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps = self.steps + 1
+        y = self.fc(x)
+        self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        return y / self.steps
+
+
+def test_buffers_that_a_module_changes() -> None:
+    theirs = Counting()
+    ours = TrainableModule(copy.deepcopy(theirs))
+    for batch in (4, 5, 4):
+        x = torch.randn(batch, 3)
+        for module in (ours, theirs):
+            module(x).square().sum().backward()
+        close(ours(x), theirs(x))
+    for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True):
+        close(a, b)
+    close(ours.fc.weight.grad, theirs.fc.weight.grad)
+    with torch.no_grad():
+        close(ours.eval()(x), theirs.eval()(x))
+    assert ours.steps == theirs.steps == 7
+
+
+def test_buffers_that_cannot_be_exported_are_named() -> None:
+    norm = nn.InstanceNorm1d(3, track_running_stats=True)
+    with pytest.raises(OnnxTrainError, match=r"InstanceNorm1d changes its buffers .*running_mean"):
+        TrainableModule(norm)(torch.randn(2, 3, 4))
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.fc(x)
+        self.penalty = y.square().mean()
+        return y
+
+
+def test_attributes_set_in_forward_are_named(caplog) -> None:
+    TrainableModule(Remembering())(torch.randn(2, 3))
+    assert "Remembering sets attributes in forward that are not computed" in caplog.text
+    assert "penalty; return them" in caplog.text
+
+
 class Opaque:
     def __init__(self, values: torch.Tensor) -> None:
         self.values = values

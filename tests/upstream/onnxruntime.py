@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 import importlib
+import math
 import random
 import re
 import signal
@@ -26,6 +28,10 @@ NAME = "onnxruntime"
 FOLDER = Path("orttraining/orttraining/test/python")
 API, OPS = "orttraining_test_ortmodule_api.py", "orttraining_test_ortmodule_onnx_ops.py"
 HELPERS = ("_test_helpers.py", "_test_commons.py", "_orttraining_ortmodule_models.py")
+PARAMETER_SETS = 36
+"""Of each test that run; two tests, of transposes, have 186 and 792."""
+MOST_ELEMENTS = 2**22
+"""Of a tensor; one test transposes 2**28."""
 LONGEST = 900
 """Seconds of one test."""
 HOW = "tests of ORTModule, on `install()`, CPU for CUDA"
@@ -94,6 +100,29 @@ def caused(result: Result) -> Result:
     if cause is None:
         return result
     return dataclasses.replace(result, reason=cause, outside=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Keep some parameter sets of each test, evenly spaced, without the largest tensors."""
+    by_test: dict[str, list[pytest.Function]] = collections.defaultdict(list)
+    for item in items:
+        if _elements(item) <= MOST_ELEMENTS:
+            by_test[item.originalname].append(item)
+    items[:] = [
+        some[len(some) * n // min(len(some), PARAMETER_SETS)]
+        for some in by_test.values()
+        for n in range(min(len(some), PARAMETER_SETS))
+    ]
+
+
+def _elements(item: pytest.Function) -> int:
+    """Return the elements of the largest tensor whose shape is a parameter of the test."""
+    values: Any = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return max((math.prod(v) for v in values if _is_shape(v)), default=0)
+
+
+def _is_shape(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(n, int) for n in value)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,9 +19,16 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from onnxtrain.errors import OnnxTrainError
-from onnxtrain.torch.checking import detached_copy, longer_inputs, restore_statistics
+from onnxtrain.torch.checking import (
+    detached_copy,
+    flatten_tensors,
+    longer_inputs,
+    restore_statistics,
+)
 from onnxtrain.torch.exporters import ExportError
+from onnxtrain.torch.repairs import BATCH_NORMS
 
+logger = logging.getLogger(__name__)
 INNER_PREFIX = "inner."
 """Of the names of parameters and buffers in a :class:`FlatModule`."""
 _CONSTANTS = (type(None), int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
@@ -94,6 +102,8 @@ class FlatResults:
     structure: Any
     changed: tuple[int, ...]
     """Indices of the tensors among the arguments that the module changes in place."""
+    buffers: tuple[str, ...]
+    """Buffers that the module changes, without running statistics of BatchNorm."""
 
     @classmethod
     def of(cls, module: nn.Module, call: FlatArguments) -> FlatResults:
@@ -102,23 +112,32 @@ class FlatResults:
         Raises:
             ExportError: if it returns a number that depends on the arguments.
         """
-        tensors = detached_copy(call.tensors)
-        leaves, structure = _leaves(module, call, tensors)
+        tensors, attributes = detached_copy(call.tensors), _tensor_attributes(module)
+        leaves, structure, buffers = _run(module, call, tensors)
+        kind = type(module).__name__
+        new = [n for n, t in _tensor_attributes(module).items() if attributes.get(n) is not t]
+        if new:
+            logger.warning(
+                "%s sets attributes in forward that are not computed on ONNX Runtime: %s; "
+                "return them",
+                kind,
+                ", ".join(new),
+            )
         changed = (i for i, t in enumerate(tensors) if not t.is_inference() and t._version)
         if any(isinstance(x, int | float) for x in leaves):
             _check_numbers(module, call, leaves)
-        kind = type(module).__name__
         return cls(
             tuple(_constant(x, kind) for x in leaves),
             tuple(i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)),
             structure,
             tuple(changed),
+            tuple(buffers),
         )
 
     @property
     def count(self) -> int:
         """Outputs of a :class:`FlatModule`."""
-        return len(self.positions) + len(self.changed)
+        return len(self.positions) + len(self.changed) + len(self.buffers)
 
     def protected(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return copies of the tensors to change: the backward pass may read the old values."""
@@ -137,12 +156,49 @@ class FlatResults:
         return pytree.tree_unflatten(leaves, self.structure)
 
 
-def _leaves(
+def _run(
     module: nn.Module, call: FlatArguments, tensors: Sequence[torch.Tensor]
-) -> tuple[list[Any], Any]:
+) -> tuple[list[Any], Any, list[str]]:
+    """Return the leaves and structure of the results, and the buffers that changed."""
+    before = {n: (b, b._version) for n, b in module.named_buffers() if not b.is_inference()}
     with torch.no_grad(), torch.random.fork_rng(devices=[]), restore_statistics(module):
         args, kwargs = call.arguments(tensors)
-        return pytree.tree_flatten(module(*args, **kwargs))
+        leaves, structure = pytree.tree_flatten(module(*args, **kwargs))
+        buffers = dict(module.named_buffers())
+        changed = [
+            n
+            for n, (b, version) in before.items()
+            if (buffers[n] is not b or b._version != version) and not _is_batch_norm(module, n)
+        ]
+    return leaves, structure, changed
+
+
+def _tensor_attributes(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return tensors that are attributes of submodules, not parameters or buffers."""
+    return {
+        f"{name}.{key}".removeprefix("."): value
+        for name, submodule in module.named_modules()
+        for key, value in vars(submodule).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def stateful_buffers(module: nn.Module, inputs: Sequence[Any]) -> list[str]:
+    """Return the buffers that a call changes and that the results of the next call depend on."""
+    call = FlatArguments.of(tuple(inputs), {})
+    _, _, changed = _run(module, call, detached_copy(call.tensors))
+    if not changed:
+        return []
+    results: list[list[torch.Tensor]] = []
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), restore_statistics(module):
+        for _ in range(2):
+            torch.manual_seed(0)
+            results.append([y.clone() for y in flatten_tensors(module(*detached_copy(inputs)))])
+    return [] if all(map(torch.equal, *results)) else changed
+
+
+def _is_batch_norm(module: nn.Module, buffer: str) -> bool:
+    return isinstance(module.get_submodule(buffer.rpartition(".")[0]), BATCH_NORMS)
 
 
 def _constant(leaf: Any, module: str) -> Any:
@@ -174,7 +230,7 @@ def _check_numbers(module: nn.Module, call: FlatArguments, leaves: Sequence[Any]
     """Raise if a number among the results differs for other values or sizes of the arguments."""
     for tensors in _others(module, call):
         try:
-            others, _ = _leaves(module, call, detached_copy(tensors))
+            others, _, _ = _run(module, call, detached_copy(tensors))
         except Exception:  # a module raises any exception for values that it does not take
             continue
         for x, y in zip(leaves, others, strict=False):
@@ -195,18 +251,24 @@ def _others(module: nn.Module, call: FlatArguments) -> Iterator[Sequence[torch.T
 
 
 class FlatModule(nn.Module):
-    """The module as a function from tensors to tensors, those that it changes in place last."""
+    """The module as a function from tensors to tensors; what it changes comes last."""
 
-    def __init__(self, module: nn.Module, call: FlatArguments, changed: Sequence[int] = ()) -> None:
+    def __init__(
+        self, module: nn.Module, call: FlatArguments, results: FlatResults | None = None
+    ) -> None:
         super().__init__()
-        self.inner = module
-        self.call, self.changed = call, changed
+        self.inner, self.call = module, call
+        self.changed = results.changed if results else ()
+        self.changed_buffers = results.buffers if results else ()
         self.training = module.training
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that the module returns, then those that it changes."""
+        """Return the tensors that the module returns, then the arguments and buffers it changes."""
         tensors = tuple(t.clone() if i in self.changed else t for i, t in enumerate(tensors))
         args, kwargs = self.call.arguments(tensors)
         leaves = pytree.tree_leaves(self.inner(*args, **kwargs))
         outputs = [x for x in leaves if isinstance(x, torch.Tensor)]
-        return (*outputs, *(tensors[i] for i in self.changed))
+        buffers = dict(self.inner.named_buffers())
+        changed = [tensors[i] for i in self.changed]
+        changed += [buffers[n].clone() for n in self.changed_buffers]
+        return (*outputs, *changed)

@@ -303,10 +303,15 @@ def _torch_gradients(
     generator = np.random.default_rng(0)
     leaves = detached_copy(inputs)
     with torch.enable_grad(), random, _DetachRecorder() as recorder:
-        outputs = [y for y in flatten_tensors(module(*leaves)) if y.is_floating_point()]
+        outputs = flatten_tensors(module(*leaves))
+    # Updated buffers come last in the outputs of a FlatModule; no gradient flows through them.
+    results = len(outputs) - len(getattr(module, "changed_buffers", ()))
     cotangents = [
-        generator.standard_normal(tuple(y.shape)).astype(_numpy_dtype(y)) for y in outputs
+        np.array(generator.standard_normal(tuple(y.shape)) * (i < results), _numpy_dtype(y))
+        for i, y in enumerate(outputs)
+        if y.is_floating_point()
     ]
+    outputs = [y for y in outputs if y.is_floating_point()]
     if any(_uses_custom_function(y) for y in outputs):
         recorder.reasons.add("autograd.Function")
     if not recorder.reasons:

@@ -28,6 +28,7 @@ from onnxtrain.graph.io.writer import strip_traces
 from onnxtrain.importer.parameters import FROZEN, PARAMETERS
 from onnxtrain.modes import to_evaluation
 from onnxtrain.torch import exporters
+from onnxtrain.torch.calls import stateful_buffers
 from onnxtrain.torch.checking import (
     check,
     detached_copy,
@@ -143,7 +144,7 @@ def from_torch(
 
     Raises:
         ExportError: if no exporter produces a model that matches the module; names the reason for
-            each exporter.
+            each exporter. Also if the module changes buffers that its next results depend on.
     """
     if names is not None and input_names is not None:
         raise ExportError("names and input_names are the same option\nhint: pass input_names only")
@@ -163,9 +164,21 @@ def from_torch(
     with _restore_modes(call.module):
         if train is not None:
             call.module.train(train)
+        _check_state(call.module, call.inputs, label)
         _name_outputs(model, output_names, call.module, call.inputs)
     strip_traces(model)  # no paths of this machine in the file
     return ExportedModel.from_model(model)
+
+
+def _check_state(module: nn.Module, inputs: Sequence[Any], label: str) -> None:
+    changed = stateful_buffers(module, inputs)
+    if changed:
+        raise ExportError(
+            f"{label} changes buffers in forward that its next results depend on: "
+            f"{', '.join(changed)}\n"
+            "hint: a model trains with the buffers of its export; change them outside of forward, "
+            "or train with onnxtrain.torch.TrainableModule"
+        )
 
 
 def last_report(model: ir.Model) -> ExportReport:

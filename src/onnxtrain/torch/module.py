@@ -51,8 +51,8 @@ class TrainableModule(nn.Module):
     It has the parameters of the wrapped module under the same names, so torch optimizers, gradient
     accumulation, hooks and ``DistributedDataParallel`` work. It exports the module again when a
     training mode, a ``requires_grad``, or the rank or dtype of an input changes. A new batch size
-    needs no export; a new size of another axis needs one. Buffers such as running statistics are
-    updated as in torch. Each call draws new dropout masks from torch's generator. Under autocast it
+    needs no export; a new size of another axis needs one. Buffers and inputs that the module changes
+    in its forward pass change as in torch. Results other than tensors must be constants. Each call draws new dropout masks from torch's generator. Under autocast it
     computes in the precision of its parameters.
 
     Args:
@@ -313,10 +313,18 @@ def compile_call(
     if differentiable:
         save("optimized_pre_grad", work)
     graph = work.graph
+    if results.count != len(graph.outputs):
+        raise ExportError(
+            f"{type(module).__name__} returns {results.count} tensors, "
+            f"the exported graph has {len(graph.outputs)} outputs"
+        )
     output_names = [y.name or "" for y in graph.outputs]
     portable_dropout(work, rng_input_name=RNG)
     updated_buffers = expose_statistics(work)
     _check_statistics_updated(model, updated_buffers)
+    counters = _counters(module, updated_buffers)
+    for name in reversed(results.buffers):
+        updated_buffers[output_names.pop()] = name
     read = {
         f"{INNER_PREFIX}{n}": n
         for n, _ in module.named_buffers()
@@ -342,7 +350,7 @@ def compile_call(
         initializers=initializers,
         outputs=output_names,
         buffers=updated_buffers,
-        counters=_counters(module, updated_buffers),
+        counters=counters,
         read=read,
         random=any(x.name == RNG for x in graph.inputs),
         device=device,
@@ -354,11 +362,6 @@ def compile_call(
         },
         order=_order(module, parameters),
     )
-    if results.count != len(output_names):
-        raise ExportError(
-            f"{type(module).__name__} returns {results.count} tensors, "
-            f"the exported graph has {len(output_names)} outputs"
-        )
     split_graphs(compiled, work, wrt, threads, save)
     return compiled
 
@@ -366,7 +369,7 @@ def compile_call(
 def _export(
     module: nn.Module, call: FlatArguments, results: FlatResults, previous: Sequence[CompiledCall]
 ) -> ir.Model:
-    flat = FlatModule(module, call, results.changed)
+    flat = FlatModule(module, call, results)
     names = [f"input_{i}" for i in range(len(call.tensors))]
     label = type(module).__name__
     # From most to least dynamic: some modules export only with fixed sizes.
@@ -380,9 +383,15 @@ def _export(
     for axes in attempts:
         try:
             return export_module(flat, call.tensors, names, axes, train=None, label=label)
-        except ExportError:
-            if axes is attempts[-1]:
-                raise
+        except ExportError as error:
+            if axes is not attempts[-1]:
+                continue
+            if results.buffers:
+                names = ", ".join(results.buffers)
+                raise ExportError(
+                    f"{label} changes its buffers in forward: {names}\n{error}"
+                ) from error
+            raise
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
