@@ -51,9 +51,10 @@ class TrainableModule(nn.Module):
     It has the parameters of the wrapped module under the same names, so torch optimizers, gradient
     accumulation, hooks and ``DistributedDataParallel`` work. It exports the module again when a
     training mode, a ``requires_grad``, or the rank or dtype of an input changes. A new batch size
-    needs no export; a new size of another axis needs one. Buffers and inputs that the module changes
-    in its forward pass change as in torch. Results other than tensors must be constants. Each call draws new dropout masks from torch's generator. Under autocast it
-    computes in the precision of its parameters.
+    needs no export; a new size of another axis needs one. Buffers and inputs that the module
+    changes in its forward pass change as in torch. Results other than tensors must be constants.
+    Each call draws new dropout masks from torch's generator. Under autocast it computes in the
+    precision of its parameters.
 
     Args:
         module: the module to run.
