@@ -1,10 +1,10 @@
 """Optimizer state in 8 bits: one byte per element, and a float32 scale per block of 256 elements.
 
-A block is divided by its largest absolute value. What remains, ``r`` in [-1, 1], is small for most
-elements, so the levels are dense near zero: ``sign(r) sqrt(|r|)`` in 255 levels for running means,
-``r^(1/4)`` in 256 levels for running means of squares. bitsandbytes and torchao look levels up in a
-table; these formulas have a similar spacing and need no search. A square that is not zero never
-becomes zero, because updates are divided by its root.
+Most elements are small beside the largest of their block, so the levels are dense near zero:
+``sign(r) sqrt(|r|)`` in 255 levels for running means and ``r^(1/4)`` in 255 levels for running means
+of squares, where ``r`` is the ratio to the largest. bitsandbytes and torchao look levels up in a
+table; roots have a similar spacing, and QuantizeLinear rounds them in one pass. Squares never get
+level 0: updates are divided by their root, and what was small must not become zero.
 
 >>> from onnxtrain.optim import AdamW
 >>> AdamW(state_bits=8).slots("w", (100, 300), ir.DataType.FLOAT)[0]
@@ -25,8 +25,8 @@ BLOCK = 256
 MIN_ELEMENTS = 4096
 """Smaller parameters keep state in 32 bits."""
 _SLOTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
-_CENTER, _LEVELS = 127.0, 255.0
-_TINY = 1e-38
+_CENTER, _LEVELS = 127, 255
+_TINY = 1e-30
 
 
 def fits(slot: Slot) -> bool:
@@ -39,8 +39,8 @@ def stored(slot: Slot) -> list[Slot]:
     """Return the tensors that a slot is stored in: bytes and scales, a row per block."""
     blocks = -(-math.prod(slot.dims) // BLOCK)
     return [
-        Slot(slot.name, (blocks, BLOCK), ir.DataType.UINT8, 0.0 if slot.nonnegative else _CENTER),
-        Slot(f"{slot.name}_scale", (blocks, 1), ir.DataType.FLOAT),
+        Slot(slot.name, (blocks, BLOCK), ir.DataType.UINT8, _zero_level(slot)),
+        Slot(f"{slot.name}_scale", (blocks,), ir.DataType.FLOAT),
     ]
 
 
@@ -51,14 +51,10 @@ def dequantize(op: OpBuilder, slot: Slot, levels: ir.Value, scale: ir.Value) -> 
             f"optimizer state in 8 bits: {op.target.name} has no 8-bit integers\n"
             "hint: state_bits=32"
         )
-    x = op.cast(levels, ir.DataType.FLOAT)
+    root = op.DequantizeLinear(levels, scale, _zero_points(op, slot), axis=0)
+    values = op.Mul(root, root if slot.nonnegative else op.Abs(root))
     if slot.nonnegative:
-        x = op.Mul(x, 1.0 / _LEVELS)
-        x = op.Mul(x, x)
-        values = op.Mul(op.Mul(x, x), scale)
-    else:
-        x = op.Mul(op.Sub(x, _CENTER), 1.0 / _CENTER)
-        values = op.Mul(op.Mul(x, op.Abs(x)), scale)
+        values = op.Mul(values, values)
     count = math.prod(slot.dims)
     flat = op.Reshape(values, [-1])
     if count % BLOCK:
@@ -68,20 +64,34 @@ def dequantize(op: OpBuilder, slot: Slot, levels: ir.Value, scale: ir.Value) -> 
 
 def quantize(op: OpBuilder, slot: Slot, values: ir.Value) -> dict[str, ir.Value]:
     """Emit the bytes and scales of new values; return them by the names of :func:`stored`."""
+    if slot.nonnegative:
+        values = op.Sqrt(values)  # onnxruntime shares it with the optimizer's own
     flat = op.Reshape(values, [-1])
     padding = -math.prod(slot.dims) % BLOCK
     if padding:
         flat = op.Concat(flat, op.full([padding], 0.0, ir.DataType.FLOAT), axis=0)
     blocks = op.Reshape(flat, [-1, BLOCK])
-    size = blocks if slot.nonnegative else op.Abs(blocks)
-    scale = op.ReduceMax(size, [1], keepdims=1)
-    ratio = op.Div(size, op.Max(scale, _TINY))
-    root = op.Sqrt(ratio)
     if slot.nonnegative:
-        level = op.Add(op.Mul(op.Sqrt(root), _LEVELS), 0.5)
-        level = op.Where(op.Greater(ratio, 0.0), op.Max(level, 1.0), level)
+        root = op.Sqrt(blocks)
+        largest = op.ReduceMax(root, [1], keepdims=0)
+        scale = op.Mul(largest, 1.0 / _LEVELS)
     else:
-        signed = op.Where(op.Less(blocks, 0.0), op.Neg(root), root)
-        level = op.Add(op.Mul(signed, _CENTER), _CENTER + 0.5)
-    names = [s.name for s in stored(slot)]
-    return dict(zip(names, (op.cast(level, ir.DataType.UINT8), scale), strict=True))
+        size = op.Abs(blocks)
+        root = op.Div(blocks, op.Sqrt(op.Add(size, _TINY)))
+        largest = op.ReduceMax(size, [1], keepdims=0)
+        scale = op.Mul(op.Sqrt(largest), 1.0 / _CENTER)
+    scale = op.Max(scale, _TINY)
+    levels = op.QuantizeLinear(root, scale, _zero_points(op, slot), axis=0)
+    if slot.nonnegative:
+        levels = op.Clip(levels, op.const(1, ir.DataType.UINT8))
+    return dict(zip([s.name for s in stored(slot)], (levels, scale), strict=True))
+
+
+def _zero_level(slot: Slot) -> int:
+    return 0 if slot.nonnegative else _CENTER
+
+
+def _zero_points(op: OpBuilder, slot: Slot) -> ir.Value:
+    """Return the level of zero for every block."""
+    blocks = stored(slot)[1].dims
+    return op.full(list(blocks), _zero_level(slot), ir.DataType.UINT8)
