@@ -61,6 +61,9 @@ def test_pairs_raise_the_margin_of_the_chosen_answer(
     out = tmp_path / "out"
     result = onnxtrain.finetune(folder, data, out, method=method, epochs=12, **FAST)
     losses = result.history.losses
+    steps = result.history.steps
+    assert steps[-1]["rewards/accuracies"] == 1
+    assert steps[-1]["rewards/margins"] > steps[0]["rewards/margins"]
     if method == "dpo":  # the adapters start at zero: the model is its reference
         assert losses[0] == pytest.approx(math.log(2), rel=1e-4)
     assert losses[-1] < losses[0]

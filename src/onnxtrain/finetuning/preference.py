@@ -91,6 +91,8 @@ class PreferenceTask(GroupTask):
         beta = {} if options.beta is None else {"beta": options.beta}
         loss = METHODS[self.method](**beta)
         self.cached = loss.predictions > 1 and (options.cache_reference or not options.lora_rank)
+        if self.method != "kto":
+            self.metrics = ("rewards/accuracies", "rewards/margins")
         self._in_graph = loss.predictions > 1 and not self.cached
         self.loss = LossTerm(loss, output=[LOGITS, REFERENCE] if self._in_graph else LOGITS)
 

@@ -21,7 +21,7 @@ from onnxtrain.losses.distillation import Distillation
 from onnxtrain.losses.loss import LOSSES, Loss, TargetSpec
 from onnxtrain.losses.metrics import MAE, METRICS, Accuracy, Metric, Perplexity, TopK
 from onnxtrain.losses.overlap import CIoU, Dice, DIoU, GIoU, IoU, SigmoidDice
-from onnxtrain.losses.preference import DPO, IPO, KTO, ORPO
+from onnxtrain.losses.preference import DPO, IPO, KTO, ORPO, RewardAccuracy, RewardMargin
 from onnxtrain.losses.regression import (
     L1,
     MSE,
@@ -83,6 +83,8 @@ __all__ = [
     "MultipleNegatives",
     "Perplexity",
     "PoissonNLL",
+    "RewardAccuracy",
+    "RewardMargin",
     "SigmoidDice",
     "SigmoidFocal",
     "SmoothL1",

@@ -353,6 +353,8 @@ class Term:
     source: ir.Value | None = None
     """The output of the model; the prediction is its logits, or its cast to float32."""
     targets: Sequence[ir.Value] = ()
+    others: Sequence[ir.Value] = ()
+    """Further predictions, of a loss that reads several outputs."""
     repaired: bool = False
     """Whether the prediction is the logits before the source's Softmax or Sigmoid."""
 
@@ -405,7 +407,9 @@ def _build(scope: LossContext, metric: MetricLike, terms: Sequence[Term]) -> tup
             f"metric {metric.label!r} has no target to compare with\n"
             f"hint: name one, for example {type(metric).__name__}(target='labels')"
         )
-    if len(targets) != 1:
+    if metric.reads_all and term is not None:
+        targets = [*term.others, *targets]
+    elif len(targets) != 1:
         raise PrepareError(
             f"metric {metric.label!r} needs one target, but the loss has "
             f"{', '.join(t.name or '' for t in targets)}\nhint: pass target= to the metric"
@@ -615,7 +619,9 @@ class _LossBuilder(LossContext):
         value = loss.build(self.op, *predictions, *targets)
         value = self.scalar(term, value)
         repaired = scores[0] is not sources[0]
-        return Term(term, value, loss, predictions[0], sources[0], targets, repaired)
+        return Term(
+            term, value, loss, predictions[0], sources[0], targets, predictions[1:], repaired
+        )
 
     def build_other(self, term: LossTerm) -> ir.Value:
         if term.target_names:

@@ -34,6 +34,8 @@ class Metric:
     target: str | None = None
 
     default_name: ClassVar[str]
+    reads_all: ClassVar[bool] = False
+    """Whether the metric reads all predictions and targets of a loss."""
 
     @property
     def label(self) -> str:

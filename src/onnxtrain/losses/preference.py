@@ -30,6 +30,7 @@ from onnxtrain.losses.loss import (
     check_rank,
     labels_for,
 )
+from onnxtrain.losses.metrics import METRICS, Metric
 from onnxtrain.losses.regression import split_row_groups
 
 _LAYOUT = "[rows, sequence, vocabulary], chosen and rejected answers in turn"
@@ -68,6 +69,16 @@ class _PreferenceLoss(Loss):
         counted = op.Where(op.Equal(following, self.ignore_index), 0.0, 1.0)
         count = op.ReduceSum(counted, [1], keepdims=0)
         return total, op.cast(op.Where(op.Less(count, 1.0), 1.0, count), total.dtype)
+
+    def rewards(
+        self, op: OpBuilder, logits: ir.Value, *others: ir.Value
+    ) -> tuple[ir.Value, ir.Value]:
+        """Return the rewards of chosen and rejected answers: ``beta`` times their values."""
+        reference, labels = others
+        logps, _ = self.log_probabilities(op, logits, labels)
+        value = op.Mul(op.Sub(logps, self.reference(op, reference, labels)), self.beta)
+        chosen, rejected = _pairs(op, value)
+        return chosen, rejected
 
     def reference(self, op: OpBuilder, reference: ir.Value, labels: ir.Value) -> ir.Value:
         """Return the reference's log-probabilities of each row, without a gradient."""
@@ -148,6 +159,14 @@ class ORPO(_PreferenceLoss):
 
     reductions = ("mean",)
 
+    def rewards(
+        self, op: OpBuilder, logits: ir.Value, *others: ir.Value
+    ) -> tuple[ir.Value, ir.Value]:
+        """Return ``beta`` times the mean log-probabilities of chosen and rejected answers."""
+        total, count = self.log_probabilities(op, logits, *others)
+        chosen, rejected = _pairs(op, op.Mul(op.Div(total, count), self.beta))
+        return chosen, rejected
+
     def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit the loss."""
         (labels,) = targets
@@ -216,3 +235,52 @@ class KTO(_PreferenceLoss):
         )
         margin = op.Mul(op.Mul(op.Sub(value, z), sign), self.beta)
         return op.Mul(op.Sigmoid(op.Neg(margin)), weight)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _RewardMetric(Metric):
+    loss: _PreferenceLoss | None = None
+
+    reads_all: ClassVar[bool] = True
+
+    @property
+    def reads_scores(self) -> bool:
+        """Whether the metric reads what the loss reads."""
+        return True
+
+    def beside(self, loss: Loss | None) -> Metric:
+        """Return the metric of this loss."""
+        if not isinstance(loss, _PreferenceLoss) or isinstance(loss, KTO):
+            raise PrepareError(
+                f"metric {self.label!r} belongs to pairs of answers\n"
+                "hint: use it with loss='dpo', 'ipo' or 'orpo'"
+            )
+        return dataclasses.replace(self, loss=loss)
+
+    def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+        """Emit the mean over the pairs."""
+        assert self.loss is not None
+        chosen, rejected = self.loss.rewards(op, prediction, *targets)
+        return op.ReduceMean(self.of_pair(op, chosen, rejected), keepdims=0)
+
+    def of_pair(self, op: OpBuilder, chosen: ir.Value, rejected: ir.Value) -> ir.Value:
+        """Emit the metric of each pair."""
+        raise NotImplementedError
+
+
+@METRICS.named("rewards/accuracies")
+class RewardAccuracy(_RewardMetric):
+    """Share of pairs whose chosen answer has the larger reward."""
+
+    def of_pair(self, op: OpBuilder, chosen: ir.Value, rejected: ir.Value) -> ir.Value:
+        """Emit 1 where the chosen answer has the larger reward."""
+        return op.Where(op.Greater(chosen, rejected), 1.0, 0.0)
+
+
+@METRICS.named("rewards/margins")
+class RewardMargin(_RewardMetric):
+    """Mean difference of the rewards of chosen and rejected answers."""
+
+    def of_pair(self, op: OpBuilder, chosen: ir.Value, rejected: ir.Value) -> ir.Value:
+        """Emit the difference."""
+        return op.Sub(chosen, rejected)

@@ -1,7 +1,7 @@
 """Optimizer state in 8 bits: one byte per element, and a float32 scale per block of 256 elements.
 
 Most elements are small beside the largest of their block, so the levels are dense near zero:
-``sign(r) sqrt(|r|)`` in 255 levels for running means and ``r^(1/4)`` in 255 levels for running means
+``sign(r) sqrt(|r|)`` in 255 levels for running means, ``r^(1/4)`` in 255 levels for running means
 of squares, where ``r`` is the ratio to the largest. bitsandbytes and torchao look levels up in a
 table; roots have a similar spacing, and QuantizeLinear rounds them in one pass. Squares never get
 level 0: updates are divided by their root, and what was small must not become zero.
