@@ -17,6 +17,7 @@ from onnxtrain.losses.classification import (
     SoftMargin,
 )
 from onnxtrain.losses.ctc import CTC
+from onnxtrain.losses.detection import DETR, YOLO
 from onnxtrain.losses.distillation import Distillation
 from onnxtrain.losses.loss import LOSSES, Loss, TargetSpec
 from onnxtrain.losses.metrics import MAE, METRICS, Accuracy, Metric, Perplexity, TopK
@@ -42,6 +43,7 @@ from onnxtrain.losses.regression import (
 __all__ = [
     "BCE",
     "CTC",
+    "DETR",
     "DPO",
     "IPO",
     "KTO",
@@ -52,6 +54,7 @@ __all__ = [
     "MSE",
     "NLL",
     "ORPO",
+    "YOLO",
     "Accuracy",
     "Attached",
     "BCEWithLogits",

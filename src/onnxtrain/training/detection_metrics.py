@@ -37,7 +37,7 @@ class CocoMAP:
     """Mean average precision of boxes.
 
     Pass it to ``fit(metrics={"map": CocoMAP("detr")})`` or ``evaluate``. The targets are ``boxes``
-    ``[N, M, 4]`` and ``labels`` ``[N, M]``; labels below 0 are padding.
+    ``[N, M, 4]`` and ``labels`` ``[N, M]``; rows with label -1 are padding.
 
     >>> boxes = np.array([[[1.0, 1.0, 4.0, 4.0], [5.0, 5.0, 2.0, 2.0]]])
     >>> metric = CocoMAP(lambda y: Detections(y["boxes"], np.array([[0.9, 0.8]]), y["labels"]))
