@@ -390,8 +390,9 @@ def test_algorithm_without_training_operators(tmp_path: Path) -> None:
     np.testing.assert_allclose(got, torch_losses(0.0625, adam=False), rtol=1e-4)
 
 
-def test_file_made_with_the_helper_of_onnx(tmp_path: Path) -> None:
-    """As in onnx's own test of its helper, with a loss: ``B <- X (A B)``; inputs have defaults."""
+@pytest.mark.parametrize("loss", [True, False])
+def test_file_made_with_the_helper_of_onnx(loss: bool, tmp_path: Path) -> None:
+    """As in onnx's own test of its helper: ``B <- X (A B)``; inputs have defaults."""
     from onnx import helper  # noqa: TID251 - this is the other program
 
     rng = np.random.default_rng(0)
@@ -411,20 +412,42 @@ def test_file_made_with_the_helper_of_onnx(tmp_path: Path) -> None:
     algorithm = helper.make_graph(
         [
             helper.make_node("MatMul", ["X", "C"], ["Y"]),
-            helper.make_node("ReduceSum", ["Y"], ["loss"], keepdims=0),
+            *([helper.make_node("ReduceSum", ["Y"], ["loss"], keepdims=0)] if loss else []),
         ],
         "training",
         [info("X")],
-        [info("Y"), info("loss", ())],
+        [info("Y"), *([info("loss", ())] if loss else [])],
         [made["X"]],
     )
     model = helper.make_model(inference)
     model.training_info.append(helper.make_training_info(algorithm, [("B", "Y")], None, None))
-    trainer = Trainer(imported(model, tmp_path))
+    artifacts = imported(model, tmp_path)
+    note = "the training info has no loss: it is reported as 0"
+    assert (note in artifacts.manifest.options["repairs"]) is not loss
+    trainer = Trainer(artifacts)
     for _ in range(3):
         b = x @ (a @ b)
-        np.testing.assert_allclose(trainer.step().loss, b.sum(), rtol=1e-5)
+        np.testing.assert_allclose(trainer.step().loss, b.sum() if loss else 0, rtol=1e-5)
     np.testing.assert_allclose(trainer.view("B"), b, rtol=1e-5)
+
+
+def test_several_scalars_that_could_be_the_loss_are_named(tmp_path: Path) -> None:
+    text = """step (float[n,2] target) => (float loss, float other, float[2] b2)
+    <float two = {2.0}> {
+      e = Sub (y, target)
+      q = Mul (e, e)
+      loss = ReduceMean <keepdims = 0> (q)
+      other = Mul (loss, two)
+      b2 = Identity (b)
+    }"""
+    model = foreign(text, ["b", "b2"])
+    with pytest.raises(PrepareError, match=r"scalar outputs: loss, other\nhint: loss='loss'"):
+        imported(model, tmp_path)
+    batch = batch_of(5)
+    first, second = (
+        Trainer(imported(model, tmp_path, loss=n)).step(**batch).loss for n in ("loss", "other")
+    )
+    np.testing.assert_allclose(second, 2 * first, rtol=1e-6)
 
 
 def test_initialization_graph(tmp_path: Path) -> None:

@@ -346,6 +346,26 @@ def test_build_over_a_trained_directory(place: Path) -> None:
         run("train", art, "--data", place / "train.npz", "--quiet", "--resume", "--epochs", 2)
 
 
+def test_training_info_out_and_in(place: Path) -> None:
+    art, file, back = place / "art", place / "trainable.onnx", place / "back"
+    run("train", art, "--data", place / "train.npz", "--quiet")
+    run("export", art, "-o", file, "--training-info")
+    onnx.checker.check_model(file, full_check=True)
+    assert len(onnx.load(file).training_info) == 2
+    run("build", file, "-o", back)
+    first, second = Trainer(art), Trainer(back)
+    assert first.global_step == second.global_step > 0
+    x, y = data(8)
+    assert [first.step(x, y).loss for _ in range(3)] == [second.step(x, y).loss for _ in range(3)]
+    with pytest.raises(PrepareError, match=r"--lr, --target|--target, --lr"), hints_name_flags():
+        run("build", file, "-o", place / "other", "--target", "wasm", "--lr", 1)
+    with pytest.raises(PrepareError, match="--loss is required: the file has no training info"):
+        run("build", place / "model.onnx", "-o", place / "other")
+    refused = pytest.raises(OnnxTrainError, match=r"leave out --ema, --fold and --opset")
+    with hints_name_flags(), refused:
+        run("export", art, "-o", file, "--training-info", "--fold")
+
+
 def test_monitor_is_checked_before_the_first_epoch(place: Path) -> None:
     common = ("train", place / "art", "--data", place / "train.npz", "--quiet")
     with pytest.raises(

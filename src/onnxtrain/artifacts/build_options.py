@@ -45,7 +45,14 @@ class BuildOptions:
         PrepareError: if a value is out of range, or two options exclude each other.
     """
 
-    loss: LossLike = option(flag=Flag(str, "cross_entropy, mse:reduction=sum, an output ..."))
+    loss: LossLike = option(
+        flag=Flag(
+            str,
+            "cross_entropy, mse:reduction=sum, an output ... Without it, the file's training info "
+            "trains.",
+            default="",
+        )
+    )
     optimizer: Optimizer = option(
         flag=Flag(str, "adamw, sgd:momentum=0.9 ...", default="adamw"), convert=resolve_optimizer
     )

@@ -20,6 +20,7 @@ no such metadata; :func:`import_algorithm` reads it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -38,7 +39,7 @@ from onnxtrain.artifacts.graphs import (
 from onnxtrain.autodiff.differentiate import ancestor_nodes
 from onnxtrain.autodiff.gradient_nodes import TRAINING_DOMAIN
 from onnxtrain.autodiff.gradients import GradientModel, load_normalized
-from onnxtrain.errors import CheckpointError, LoadError, PrepareError, SaveError
+from onnxtrain.errors import CheckpointError, LoadError, PrepareError, SaveError, by_caller
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io import load
@@ -576,7 +577,11 @@ def import_algorithm(
         arrays |= _initial_values(proto, tensors)
     rate = _learning_rate(algorithm, bindings)
     combined = _combined(proto, algorithm, set(bindings) | ({rate} if rate else set()))
+    repairs: list[str] = []
     loss = loss or _loss_name(algorithm, set(bindings.values()))
+    if loss is None:
+        loss = _add_zero(combined.graph)
+        repairs.append("the training info has no loss: it is reported as 0")
     by_name = {v.name: v for v in (*combined.graph.output, *combined.graph.value_info)}
     results = list(dict.fromkeys([loss, *bindings.values()]))
     del combined.graph.output[:]
@@ -584,9 +589,9 @@ def import_algorithm(
     prepared = load_normalized(combined)
     forward = prepared.copy()
     step = _step_model(proto, GradientModel(prepared), bindings, rate)
-    evaluation = _loss_model(proto, GradientModel(forward), bindings)
     infer = inference_model(load(_inference_of(proto)))
-    built = (step, evaluation, infer)
+    evaluation = [] if repairs else [_loss_model(proto, GradientModel(forward), bindings)]
+    built = (step, *evaluation, infer)
     parameters = [t.name for t in step.spec.inputs_of("parameter")]
     manifest = Manifest(
         models=tuple(b.spec for b in built),
@@ -600,7 +605,7 @@ def import_algorithm(
         ),
         optimizer={"name": "TrainingInfo", "lr": _default_rate(rate, tensors)},
         loss={"output": "loss", "name": loss},
-        options={"repairs": list(prepared.repairs)},
+        options={"repairs": [*prepared.repairs, *repairs]},
     )
     state = {n: a for n, a in arrays.items() if n not in parameters}
     models = {b.spec.role: b.to_proto() for b in built}
@@ -656,7 +661,18 @@ def _learning_rate(algorithm: onnx.GraphProto, bindings: Mapping[str, str]) -> s
     return next((name for name in rates if name in given - bindings.keys()), None)
 
 
-def _loss_name(algorithm: onnx.GraphProto, bound: set[str]) -> str:
+def _add_zero(graph: onnx.GraphProto) -> str:
+    """Add a scalar constant; return its name."""
+    taken = _names_in(graph)
+    name = next(n for i in itertools.count() if (n := f"loss{i or ''}") not in taken)
+    zero = onnx.TensorProto(data_type=onnx.TensorProto.FLOAT, float_data=[0.0])
+    node = graph.node.add(op_type="Constant", output=[name], name=name)
+    node.attribute.add(name="value", type=onnx.AttributeProto.TENSOR, t=zero)
+    return name
+
+
+def _loss_name(algorithm: onnx.GraphProto, bound: set[str]) -> str | None:
+    """Return the name of the loss; ``None`` if the algorithm has no scalar output."""
     for node in algorithm.node:
         if node.domain == TRAINING_DOMAIN and node.op_type == "Gradient":
             return next(a.s.decode() for a in node.attribute if a.name == "y")
@@ -667,12 +683,12 @@ def _loss_name(algorithm: onnx.GraphProto, bound: set[str]) -> str:
         and not y.type.tensor_type.shape.dim
         and ir.DataType(y.type.tensor_type.elem_type) in S.FLOATS
     ]
-    if len(scalars) != 1:
+    if len(scalars) > 1:
         raise PrepareError(
-            f"the algorithm has {len(scalars)} scalar outputs that could be the loss\n"
-            "hint: name it, for example loss='loss'"
+            f"the algorithm has several scalar outputs: {', '.join(scalars)}\n"
+            f"hint: {by_caller(f'loss={scalars[0]!r}', f'--loss-output {scalars[0]}')}"
         )
-    return scalars[0]
+    return scalars[0] if scalars else None
 
 
 def _combined(
@@ -757,7 +773,7 @@ def _scalar(op: OpBuilder, loss: ir.Value) -> ir.Value:
     if dims is None or any(d != 1 for d in dims):
         raise PrepareError(
             f"the loss has more than one element: {S.describe_value(loss)}\n"
-            "hint: name another value, for example loss='loss'"
+            f"hint: name another value: {by_caller('loss=...', '--loss-output ...')}"
         )
     return op.Reshape(loss, op.const([], ir.DataType.INT64)) if dims else loss
 

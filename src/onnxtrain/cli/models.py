@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
+import onnx
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -35,7 +36,9 @@ from onnxtrain.lowering.placement import GPUS, nodes_off_gpu
 from onnxtrain.lowering.probe.pack import run_pack, write_pack
 from onnxtrain.lowering.probe.results import build_profile, format_profile, read_results
 from onnxtrain.lowering.profile import find, unsupported_nodes, write_config
+from onnxtrain.manifest import Manifest
 from onnxtrain.optim import resolve
+from onnxtrain.options import flags
 from onnxtrain.planning import plan as plan_run
 from onnxtrain.profiles import names as profile_names
 from onnxtrain.targets import BUNDLES, TARGETS
@@ -64,6 +67,10 @@ def build(
 ) -> None:
     """Build training artifacts for a model and write them to a directory."""
     check_replaceable(output, prefix, force=force)
+    if not option_values["loss"]:
+        artifacts = _from_training_info(model, option_values, lr, loss_output)
+        _describe(artifacts, artifacts.save(output, prefix, force=force), output)
+        return
     target: str = option_values["target"]
     gpu = next((t for t in BUNDLES.get(target, (target,)) if t in GPUS), target)
     if placement and gpu not in GPUS:
@@ -76,7 +83,31 @@ def build(
     if option_values.get("recompute") == ["auto"]:
         option_values["recompute"] = "auto"
     artifacts = build_artifacts(model, check=not no_check, **option_values)
-    manifest = artifacts.save(output, prefix, force=force)
+    _describe(artifacts, artifacts.save(output, prefix, force=force), output)
+    if placement:
+        _print_placement(artifacts, gpu)
+
+
+def _from_training_info(
+    model: Path, option_values: OptionValues, lr: float | None, loss_output: str | None
+) -> Artifacts:
+    """Return the artifacts in a file with training info; other options have no effect."""
+    if not onnx.load(model, load_external_data=False).training_info:
+        raise PrepareError(
+            "--loss is required: the file has no training info\nhint: --loss cross_entropy"
+        )
+    declared = flags(BuildOptions)
+    given = [f"--{declared[n].name}" for n, v in option_values.items() if v != declared[n].default]
+    given += ["--lr"] if lr is not None else []
+    if given:
+        raise PrepareError(
+            f"{', '.join(given)}: the training step is that of the file's training info\n"
+            "hint: --loss builds another one"
+        )
+    return Artifacts.from_training_info(model, loss=loss_output)
+
+
+def _describe(artifacts: Artifacts, manifest: Manifest, output: Path) -> None:
     step = manifest.model("step")
     assert step is not None
     batch = ", ".join(
@@ -90,8 +121,6 @@ def build(
     typer.echo(f"batch: {batch}")
     for line in manifest.options["repairs"]:
         typer.echo(f"changed: {line}")
-    if placement:
-        _print_placement(artifacts, gpu)
 
 
 def _print_placement(artifacts: Artifacts, target: str) -> None:

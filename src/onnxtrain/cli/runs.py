@@ -152,6 +152,10 @@ def export(
     opset: Annotated[
         int | None, Option(help="Opset of the file. Default: that of the model.")
     ] = None,
+    training_info: Annotated[
+        bool,
+        Option("--training-info", help="Include the training step, as the ONNX standard has it."),
+    ] = False,
 ) -> None:
     """Export the inference model with the trained weights."""
     trainer = Trainer(directory)
@@ -171,7 +175,7 @@ def export(
         if best:
             check_initial_weights(loaded.meta, trainer.artifacts, str(checkpoint))
         trainer.restore(loaded)
-    trainer.export(output, ema=ema, fold=fold, opset=opset)
+    trainer.export(output, ema=ema, fold=fold, opset=opset, training_info=training_info)
     typer.echo(f"{output}: {output.stat().st_size:,} bytes")
 
 

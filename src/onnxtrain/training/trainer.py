@@ -33,6 +33,7 @@ from onnxtrain.errors import (
     OnnxTrainError,
     ShapeError,
     UncopiableError,
+    argument,
     by_caller,
 )
 from onnxtrain.manifest import ModelSpec, TensorSpec
@@ -936,6 +937,7 @@ class Trainer(SummaryRepr):
         ema: bool = False,
         fold: bool = False,
         opset: int | None = None,
+        training_info: bool = False,
     ) -> None:
         """Write the inference model with the current weights.
 
@@ -946,7 +948,20 @@ class Trainer(SummaryRepr):
             fold: fold constants, such as a normalization into the convolution before it; names of
                 weights may change.
             opset: opset version of the file; the model's own by default.
+            training_info: include the training step and the optimizer's state as the ONNX standard
+                has them, so that :meth:`Artifacts.from_training_info` continues.
         """
+        if training_info:
+            if best or ema or fold or opset is not None:
+                others = by_caller("best=, ema=, fold= and opset=", "--ema, --fold and --opset")
+                raise OnnxTrainError(
+                    f"{argument('training_info')} writes the model as it trains\n"
+                    f"hint: leave out {others}"
+                )
+            trained = self.artifacts.with_arrays(self.view)
+            trained.meta = {**trained.meta, **self.progress()}
+            trained.to_training_info(path)
+            return
         read = self.view
         if best:
             if self.best_checkpoint is None or not self.best_checkpoint.exists():
