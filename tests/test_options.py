@@ -101,7 +101,7 @@ def test_defaults_on_the_command_line_are_those_of_the_function(kind: type) -> N
         for f in dataclasses.fields(kind)
         if f.name == name and flag.default != (None if f.default == () else f.default)
     }
-    assert differ == ({"optimizer": "adamw"} if kind is BuildOptions else {})
+    assert differ == ({"loss": "", "optimizer": "adamw"} if kind is BuildOptions else {})
 
 
 def test_the_manifest_records_options() -> None:

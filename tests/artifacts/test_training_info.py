@@ -479,12 +479,72 @@ def test_bad_bindings_are_refused(message: str, tmp_path: Path) -> None:
         imported(foreign(bindings=BAD_BINDINGS[message].split()), tmp_path)
 
 
+def test_several_steps_run_in_order(tmp_path: Path) -> None:
+    """The second step reads what the first one wrote, as in a GAN that trains in turns."""
+
+    def part(name: str, shape: str, rate: float) -> str:
+        return f"""step (float[n,2] target) => (float loss, float[{shape}] {name}2,
+          float[{shape}] {name}v2, int64 {name}t2)
+        <float R = {{{rate}}}, int64 {name}T = {{0}}, int64 one = {{1}}, float[{shape}] {name}v> {{
+          e = Sub (y, target)
+          q = Mul (e, e)
+          loss = ReduceMean <keepdims = 0> (q)
+          d = Gradient <xs = ["{name}"], zs = ["x", "target"], y = "loss"> ({name}, x, target)
+          {name}t2 = Add ({name}T, one)
+          {name}2, {name}v2 = {TRAINING}Momentum <alpha = 0.5, beta = 1.0, mode = "standard",
+            norm_coefficient = 0.0> (R, {name}t2, {name}, d, {name}v)
+        }}"""
+
+    def model(second_rate: float) -> onnx.ModelProto:
+        proto = foreign(part("w", "3,2", 0.125), ["w", "w2", "wv", "wv2", "wT", "wt2"])
+        info = proto.training_info.add()
+        info.algorithm.CopyFrom(parsed(part("b", "2", second_rate)).graph)
+        for key in ("b", "bv", "bT"):
+            info.update_binding.add(key=key, value=key.replace("T", "t") + "2")
+        for i, name in enumerate(("w", "b")):
+            graph = proto.training_info[i].algorithm
+            shape = {"w": (3, 2), "b": (2,)}[name]
+            for value in [v for v in graph.value_info if v.name == f"{name}v"]:
+                graph.value_info.remove(value)
+            del graph.initializer[3:]
+            graph.initializer.extend(tensors({f"{name}v": shape}, zeros=True))
+        return proto
+
+    def in_torch(rates: tuple[float, float]) -> list[float]:
+        w, b = (torch.tensor(ir.from_proto(t).numpy()) for t in tensors(WEIGHTS, zeros=False))
+        pairs = [
+            (p, torch.optim.SGD([p.requires_grad_()], lr=rate, momentum=0.5))
+            for p, rate in zip((w, b), rates, strict=True)
+        ]
+        x, target = (torch.tensor(a) for a in batch_of(5).values())
+        losses = []
+        for _ in range(STEPS):
+            for i, (p, optimizer) in enumerate(pairs):
+                loss = ((x @ w + b - target) ** 2).mean()
+                p.grad = torch.autograd.grad(loss, p)[0]
+                optimizer.step()
+                losses += [loss.item()] if i == 0 else []
+        return losses
+
+    batch = batch_of(5)
+    for rate in (0.25, 0.125):
+        artifacts = imported(model(rate), tmp_path)
+        assert [p.name for p in artifacts.manifest.parameters] == ["w", "b"]
+        trainer = Trainer(artifacts)
+        got = [trainer.step(**batch).loss for _ in range(STEPS)]
+        np.testing.assert_allclose(got, in_torch((0.125, rate)), rtol=1e-4)
+    trainer = Trainer(artifacts)  # rates that are equal are one learning rate
+    trainer.lr = 0.5
+    got = [trainer.step(**batch).loss for _ in range(STEPS)]
+    np.testing.assert_allclose(got, in_torch((0.5, 0.5)), rtol=1e-4)
+
+
 def test_number_of_steps_is_checked(tmp_path: Path) -> None:
-    with pytest.raises(PrepareError, match="has 0 training steps"):
+    with pytest.raises(PrepareError, match="has no training step"):
         imported(parsed(NET), tmp_path)
     model = foreign()
     model.training_info.append(model.training_info[0])
-    with pytest.raises(PrepareError, match="has 2 training steps"):
+    with pytest.raises(PrepareError, match="'b' is bound twice"):
         imported(model, tmp_path)
 
 

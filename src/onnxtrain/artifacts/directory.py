@@ -200,7 +200,7 @@ class Artifacts(SummaryRepr):
                 in the file.
 
         Raises:
-            PrepareError: the training info is not valid, or has several training steps.
+            PrepareError: the training info is not valid, or has no training step.
         """
         content = read_training_info(os.fspath(path), loss=loss, initialize=initialize)
         return cls(content.manifest, content.models, content.values, content.state, content.meta)

@@ -46,7 +46,7 @@ from onnxtrain.graph.io import load
 from onnxtrain.graph.io.limits import Limits, Problems, quote
 from onnxtrain.graph.io.reader import parse, read_file
 from onnxtrain.graph.io.writer import all_tensors
-from onnxtrain.graph.nodes import captured
+from onnxtrain.graph.nodes import STOP_GRADIENT, captured
 from onnxtrain.importer.functions import inline_functions
 from onnxtrain.importer.opset import to_working_opset
 from onnxtrain.manifest import Manifest, ModelSpec, StateSpec, WeightSpec
@@ -400,6 +400,11 @@ def _rename(graph: onnx.GraphProto, new: Callable[[str], str]) -> None:
             node.name = new(node.name)
             node.input[:] = [new(x) for x in node.input]
             node.output[:] = [new(y) for y in node.output]
+            if node.domain == TRAINING_DOMAIN:  # Gradient names values in its attributes
+                for a in node.attribute:
+                    a.strings[:] = [new(x.decode()).encode() for x in a.strings]
+                    if a.name == "y":
+                        a.s = new(a.s.decode()).encode()
 
 
 def read_training_info(path: str, *, loss: str | None, initialize: bool) -> Content:
@@ -559,15 +564,12 @@ def import_algorithm(
         initialize: run the initialization graphs; by default the values in the file are used.
 
     Raises:
-        PrepareError: the training info is not valid, or has several steps.
+        PrepareError: the training info is not valid, or has no step.
     """
     infos = [info for info in proto.training_info if info.update_binding]
-    if len(infos) != 1:
-        raise PrepareError(
-            f"the model has {len(infos)} training steps (training_info with update_binding), "
-            "expected one"
-        )
-    (info,) = infos
+    if not infos:
+        raise PrepareError("the model has no training step: no training_info has update_binding")
+    info = _in_sequence(proto, infos)
     algorithm = info.algorithm
     bindings = _checked_bindings(proto, info)
     load(_combined(proto, algorithm, set()))  # checks sizes and names before tensors are read
@@ -610,6 +612,56 @@ def import_algorithm(
     state = {n: a for n, a in arrays.items() if n not in parameters}
     models = {b.spec.role: b.to_proto() for b in built}
     return Content(manifest, models, {n: arrays[n] for n in parameters}, state, {})
+
+
+def _in_sequence(
+    proto: onnx.ModelProto, infos: Sequence[onnx.TrainingInfoProto]
+) -> onnx.TrainingInfoProto:
+    """Return one training info that runs several in order, which the standard calls an iteration.
+
+    Each step sees the updates of those before it: the graph of the model is repeated, with names
+    that start with ``step2/`` and the new values of variables.
+    """
+    whole = onnx.TrainingInfoProto()
+    whole.CopyFrom(infos[0])
+    algorithm = whole.algorithm
+    of_model = {x.name for part in (proto.graph.input, proto.graph.initializer) for x in part}
+    for number, info in enumerate(infos[1:], 2):
+        updated = {b.key: f"step{number}/{b.key}" for b in whole.update_binding}
+        for b in whole.update_binding:  # variables: gradients do not flow into the last step
+            name = updated[b.key]
+            algorithm.node.add(
+                op_type="Identity", input=[b.value], output=[name], name=f"{name}.{STOP_GRADIENT}"
+            )
+        tensors = {t.name: t.SerializeToString() for t in algorithm.initializer}
+        bound = {b.key for b in info.update_binding}
+        shared = of_model | bound | {x.name for x in info.algorithm.input}
+        shared |= {
+            t.name
+            for t in info.algorithm.initializer
+            if tensors.get(t.name) == t.SerializeToString()
+        }
+
+        def new(name: str, number: int = number, updated=updated, shared=shared) -> str:
+            if not name or name in updated:
+                return updated.get(name, name)
+            return name if name in shared else f"step{number}/{name}"
+
+        step = onnx.GraphProto(node=proto.graph.node, value_info=proto.graph.value_info)
+        results = {b.value for b in info.update_binding}
+        step.output.extend(y for y in proto.graph.output if y.name in results)
+        for field in ("node", "initializer", "sparse_initializer", "input", "output", "value_info"):
+            getattr(step, field).extend(getattr(info.algorithm, field))
+        _rename(step, new)
+        declared = {x.name for x in (*algorithm.input, *algorithm.initializer)}
+        for field in ("node", "sparse_initializer", "output", "value_info"):
+            getattr(algorithm, field).extend(getattr(step, field))
+        for field in ("input", "initializer"):
+            new_ones = (x for x in getattr(step, field) if x.name not in declared)
+            getattr(algorithm, field).extend(new_ones)
+        for b in info.update_binding:
+            whole.update_binding.add(key=b.key, value=new(b.value))
+    return whole
 
 
 def _checked_bindings(proto: onnx.ModelProto, info: onnx.TrainingInfoProto) -> dict[str, str]:
