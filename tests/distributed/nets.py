@@ -23,7 +23,7 @@ from onnxtrain.torch import as_module, from_torch
 from onnxtrain.training import distributed
 from onnxtrain.training import trainer as trainer_module
 from tests.text.models import llama
-from tests.training.nets import exported
+from tests.training.nets import Cnn, exported
 
 ROWS, BATCH, EPOCHS = 50, 20, 7
 """Three batches of an epoch, the last one of ten rows: three workers have unequal parts."""
@@ -121,6 +121,42 @@ def as_torch(file: str, name: str) -> dict[str, np.ndarray]:
         loss.backward()
         optimizer.step()
     return {n: p.detach().numpy() for n, p in net.named_parameters()}
+
+
+def normalized(folder: str) -> str:
+    """Write a net with BatchNormalization and a residual connection, without Dropout."""
+    torch.manual_seed(0)
+    net, path = Cnn(p=0.0), f"{folder}/norm.onnx"
+    save(from_torch(Residual(net), torch.randn(2, 1, 8, 8)), path)
+    return path
+
+
+class Residual(torch.nn.Module):
+    def __init__(self, net: Cnn) -> None:
+        super().__init__()
+        self.net, self.norm = net, torch.nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.net(x)
+        return y + self.norm(y * y)
+
+
+def synchronized(folder: str, sync: bool) -> dict[str, np.ndarray]:
+    """Train with BatchNormalization over all workers; return parameters and statistics."""
+    torch.distributed.init_process_group("gloo")
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    file, frozen = f"{folder}/norm.onnx", "*norm1.bias"
+    net = as_module(file, freeze=frozen, threads=1, sync_batch_norm=sync)
+    ddp = torch.nn.parallel.DistributedDataParallel(net, broadcast_buffers=False)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    x, labels = (torch.from_numpy(a) for a in data("cnn").values())
+    for first in (0, 10, 20, 30):
+        part = slice(first + 12 // size * rank, first + 12 // size * (rank + 1))
+        loss = torch.nn.functional.cross_entropy(ddp(x[part]), labels[part])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return {n: t.numpy() for n, t in net.state_dict().items()}
 
 
 def file(name: str, folder: Path) -> str:

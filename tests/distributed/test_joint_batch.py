@@ -77,6 +77,21 @@ def test_a_file_in_ddp_equals_one_process(name: str, pool: Pool, tmp_path: Path)
         assert distance(result, one) < 1e-6
 
 
+def test_synchronized_batch_norm_has_the_statistics_of_all_workers(
+    pool: Pool, tmp_path: Path
+) -> None:
+    nets.normalized(str(tmp_path))
+    task = "tests.distributed.nets.synchronized"
+    (one,) = pool.run(1, task, str(tmp_path), True)
+    assert any("running_var" in n for n in one)
+    for result in pool.run(3, task, str(tmp_path), True):
+        if isinstance(result, Exception):
+            raise result
+        assert distance(result, one) < 1e-6
+    apart, _ = pool.run(2, task, str(tmp_path), False)
+    assert distance(apart, one) > 1e-3
+
+
 def test_finetune_weighs_parts_by_their_tokens(pool: Pool, tmp_path: Path) -> None:
     folder = genai_folder(tmp_path / "model", llama(layers=1))
     (one,) = pool.run(1, "tests.distributed.nets.finetuned", str(folder), str(tmp_path / "one"))

@@ -43,6 +43,7 @@ from onnxtrain.torch.module import (
     run_forward,
     split_graphs,
 )
+from onnxtrain.torch.synchronized import SynchronizedCall, has_peers, synchronize
 
 _REBUILT = ("_bases", "_buffer_slots", "_compiled_calls", "_parameter_slots", "_result_type")
 """Attributes that a pickled module creates again."""
@@ -55,6 +56,7 @@ def as_module(
     freeze: Names = None,
     outputs: Names = None,
     threads: int | None = None,
+    sync_batch_norm: bool = False,
 ) -> OnnxModule:
     """Return an ONNX model as a torch module whose forward and backward run on ONNX Runtime.
 
@@ -72,6 +74,9 @@ def as_module(
         outputs: the outputs to return, or values inside the model such as the last hidden state; by
             default all outputs.
         threads: threads of onnxruntime; ``None`` uses all cores.
+        sync_batch_norm: in a process group, let BatchNormalization in training mode use the
+            statistics of all workers, as ``torch.nn.SyncBatchNorm`` does. Each normalization then
+            runs in torch, between sessions for the nodes before and after it.
 
     >>> import onnxtrain.torch, os, torch
     >>> net = onnxtrain.torch.as_module(onnxtrain.examples.digits_model())
@@ -82,7 +87,14 @@ def as_module(
     >>> net.to_onnx("trained.onnx")
     >>> os.remove("trained.onnx")
     """
-    return OnnxModule(model, train=train, freeze=freeze, outputs=outputs, threads=threads)
+    return OnnxModule(
+        model,
+        train=train,
+        freeze=freeze,
+        outputs=outputs,
+        threads=threads,
+        sync_batch_norm=sync_batch_norm,
+    )
 
 
 class _Tensor(NamedTuple):
@@ -116,9 +128,10 @@ class OnnxModule(nn.Module):
         freeze: Names = None,
         outputs: Names = None,
         threads: int | None = None,
+        sync_batch_norm: bool = False,
     ) -> None:
         super().__init__()
-        self._settings = {"train": train, "freeze": freeze, "outputs": outputs, "threads": threads}
+        self._settings = {"outputs": outputs, "threads": threads, "sync": sync_batch_norm}
         self._path = os.fsdecode(model) if isinstance(model, str | os.PathLike) else None
         self._prepare(model)
         base = self._base
@@ -133,7 +146,7 @@ class OnnxModule(nn.Module):
         """Load the model, without registering its tensors."""
         self._parameter_slots: list[_Tensor] = []
         self._buffer_slots: list[_Tensor] = []
-        self._compiled_calls: dict[Any, CompiledCall] = {}
+        self._compiled_calls: dict[Any, CompiledCall | SynchronizedCall] = {}
         self._source, _ = expose_weights(load(model, allow_domains=registered_domains()))
         check_inputs(self._source)
         SharedWeights().take(self._source)  # frozen weights beyond the size of a protobuf
@@ -190,9 +203,11 @@ class OnnxModule(nn.Module):
         inputs = self._arguments(args, kwargs)
         parameters = [p.current for p in self._parameter_slots]
         compiled = self._compiled_call(inputs, parameters)
-        if compiled.backward is None:
-            names = [*compiled.inputs, *compiled.initializers]
-            feeds = dict(zip(names, (*inputs, *parameters), strict=True))
+        names = [*self.inputs, *(p.name for p in self._parameter_slots)]
+        feeds = dict(zip(names, (*inputs, *parameters), strict=True))
+        if isinstance(compiled, SynchronizedCall):
+            values = compiled.run(self, feeds)
+        elif compiled.backward is None:
             results = run_forward(compiled, self, feeds)
             values = [results[n] for n in compiled.outputs]
         else:
@@ -240,7 +255,7 @@ class OnnxModule(nn.Module):
 
     def _compiled_call(
         self, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
-    ) -> CompiledCall:
+    ) -> CompiledCall | SynchronizedCall:
         """Return the sessions for this combination of modes, gradients and device."""
         wrt: list[str] = []
         if torch.is_grad_enabled():
@@ -248,10 +263,11 @@ class OnnxModule(nn.Module):
             tensors = zip(names, (*inputs, *parameters), strict=True)
             wrt = [n for n, t in tensors if t.requires_grad]
         device = device_of(self, inputs)
-        key = (self.training, device, tuple(wrt))
+        synchronized = bool(self.training and self._settings["sync"] and has_peers())
+        key = (self.training, device, tuple(wrt), synchronized)
         if key not in self._compiled_calls:
             self._check_types(parameters)
-            self._compiled_calls[key] = self._compile(wrt, device)
+            self._compiled_calls[key] = self._compile(wrt, device, synchronized=synchronized)
         return self._compiled_calls[key]
 
     def _check_types(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -264,7 +280,9 @@ class OnnxModule(nn.Module):
                     "hint: the module cannot change its types; keep those of the file"
                 )
 
-    def _compile(self, wrt: list[str], device: torch.device) -> CompiledCall:
+    def _compile(
+        self, wrt: list[str], device: torch.device, *, synchronized: bool
+    ) -> CompiledCall | SynchronizedCall:
         work = self._normal_form(device.type).copy().model
         graph, parameters = work.graph, [p.name for p in self._parameter_slots]
         inputs = [x.name or "" for x in graph.inputs]
@@ -274,26 +292,34 @@ class OnnxModule(nn.Module):
         else:
             to_evaluation(work)
         portable_dropout(work, rng_input_name=RNG, target=device.type)
-        updated = expose_statistics(work) if self.training else {}
+        updated = expose_statistics(work) if self.training and not synchronized else {}
         buffers = [b.name for b in self._buffer_slots if b.name in graph.initializers]
         lift(graph, [graph.initializers[n] for n in (*buffers, *parameters)])
-        compiled = CompiledCall(
-            forward=None,
-            backward=None,
-            inputs=inputs,
-            dims=[],
-            shapes=[],
-            parameters=parameters,
-            initializers=parameters,
-            outputs=outputs,
-            buffers=updated,
-            counters=[],
-            read={n: n for n in buffers},
-            random=any(x.name == RNG for x in graph.inputs),
-            device=device,
-        )
-        split_graphs(compiled, work, wrt, self._settings["threads"])
-        return compiled
+
+        def compile_stage(
+            part: ir.Model, inputs: list[str], outputs: list[str], wrt: list[str]
+        ) -> CompiledCall:
+            compiled = CompiledCall(
+                forward=None,
+                backward=None,
+                inputs=[n for n in inputs if n not in (RNG, *buffers, *parameters)],
+                dims=[],
+                shapes=[],
+                parameters=(own := [n for n in parameters if n in inputs]),
+                initializers=own,
+                outputs=outputs,
+                buffers=updated,
+                counters=[],
+                read={n: n for n in buffers if n in inputs},
+                random=any(x.name == RNG for x in part.graph.inputs),
+                device=device,
+            )
+            split_graphs(compiled, part, wrt, self._settings["threads"])
+            return compiled
+
+        if synchronized and (staged := synchronize(work, wrt, compile_stage)) is not None:
+            return staged
+        return compile_stage(work, [*inputs, *buffers, *parameters], outputs, wrt)
 
     def to_onnx(self, path: str | os.PathLike[str]) -> None:
         """Write the model with the current parameters and running statistics.
