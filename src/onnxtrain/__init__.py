@@ -19,6 +19,7 @@ from onnxtrain.lowering.lower import lower
 from onnxtrain.optim.privacy import DP
 from onnxtrain.planning import Plan, plan
 from onnxtrain.quantization import fold_quantizers, quantize_aware
+from onnxtrain.runtime.devices import register_device
 from onnxtrain.text.generate import generate
 from onnxtrain.training import (
     Callback,
@@ -76,6 +77,7 @@ __all__ = [
     "parameters",
     "plan",
     "quantize_aware",
+    "register_device",
     "register_vjp",
     "replace_head",
     "save_casadi",

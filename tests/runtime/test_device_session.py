@@ -28,7 +28,7 @@ def test_bindings_of_a_device_give_the_same_steps(
 ) -> None:
     plain = Trainer(made(optimizer=optim.AdamW(lr=0.01)), layout=layout)
 
-    monkeypatch.setattr(binding, "memory_for", DeviceMemory)
+    monkeypatch.setattr(binding, "memory_for", lambda *_: DeviceMemory("cpu"))
     device = Trainer(made(optimizer=optim.AdamW(lr=0.01)), layout=layout)
     for seed, size in enumerate((8, 8, 5, 8)):
         batch = data(size, seed=seed)
@@ -118,18 +118,22 @@ def recurrent(**options: object) -> Artifacts:
     return build(finished(op, y=op.Squeeze(y, [0])), loss="mse", optimizer="sgd", **options)
 
 
-@pytest.mark.filterwarnings("ignore:Specified provider")
 def test_sessions_on_a_gpu_do_not_print_that_no_plugin_was_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[object] = []
     source = made().source("eval")
+    providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
     monkeypatch.setattr(onnxruntime, "set_default_logger_severity", calls.append)
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: providers)
     session = onnxruntime.InferenceSession
     monkeypatch.setattr(
         onnxruntime, "InferenceSession", lambda *a, **kw: calls.append("created") or session(a[0])
     )
-    binding.runtime.create(source, device="cuda")
+    with pytest.raises(
+        OnnxTrainError, match=r"cuda: CUDAExecutionProvider does not start: .* fell"
+    ):
+        binding.runtime.create(source, device="cuda")
     assert calls == [3, "created", 2]
     binding.runtime.create(source)
     assert calls[3:] == ["created"]

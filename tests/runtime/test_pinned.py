@@ -101,7 +101,7 @@ def test_steps_through_pinned_memory_are_the_same(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = Trainer(made(optimizer=optim.AdamW(lr=0.01)))
-    monkeypatch.setattr(binding, "memory_for", DeviceMemory)
+    monkeypatch.setattr(binding, "memory_for", lambda *_: DeviceMemory("cpu"))
     device = Trainer(made(optimizer=optim.AdamW(lr=0.01)))
     for seed, size in enumerate((8, 8, 5, 5, 8)):
         batch = data(size, seed=seed)

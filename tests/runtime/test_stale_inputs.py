@@ -13,12 +13,14 @@ from onnxtrain.artifacts import Artifacts
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.runtime import binding
 from onnxtrain.runtime import session as runtime
+from onnxtrain.runtime.devices import Device
 from onnxtrain.runtime.ort_values import DeviceMemory, ort_value
 from onnxtrain.training import Trainer
 from tests.artifacts.models import data
 from tests.training.made import made
 
 STEPS = 20
+GPU = Device("device", "GpuExecutionProvider", on_host=False)
 UPDATES = ("scalars", "update")  # over chunks in memory of the CPU
 
 
@@ -75,17 +77,19 @@ def trainer_on_device(
         return session if source in on_host else MixedSession(session)
 
     def bound(session: Any, spec: Any, inputs: Any, outputs: Any, *_: Any) -> Any:
-        device = "device" if isinstance(session, MixedSession) else "cpu"
+        device = GPU if isinstance(session, MixedSession) else "cpu"
         return kind(session, spec, inputs, outputs, device)
 
     kind, memory_for = binding.BoundSession, binding.memory_for
     monkeypatch.setattr(runtime, "create", create)
     monkeypatch.setattr(
-        binding, "memory_for", lambda d: DeviceMemory("cpu") if d == "device" else memory_for(d)
+        binding,
+        "memory_for",
+        lambda d, names: DeviceMemory("cpu") if d is GPU else memory_for(d, names),
     )
     monkeypatch.setattr("onnxtrain.training.engine.BoundSession", bound)
     if not reported:
-        monkeypatch.setattr(runtime, "inputs_on_host", lambda _: frozenset())
+        monkeypatch.setattr(runtime, "inputs_copied_when_bound", lambda *_: frozenset())
     return Trainer(artifacts, layout=layout)
 
 
@@ -158,7 +162,7 @@ def test_a_failed_capture_falls_back_to_runs_without(
 ) -> None:
     """Some kernels refuse capture only when they run."""
     plain = runtime.run_bound
-    monkeypatch.setattr(binding, "memory_for", lambda _: DeviceMemory("cpu"))
+    monkeypatch.setattr(binding, "memory_for", lambda *_: DeviceMemory("cpu"))
     artifacts = made(dims={"batch": 8})
     spec = artifacts.manifest.model("step")
     assert spec is not None
@@ -182,7 +186,7 @@ def test_a_failed_capture_falls_back_to_runs_without(
         return runtime.create(source, threads=1)
 
     def losses(graph_id: int | None, reopen: Any) -> list[float]:
-        bound = binding.BoundSession(opened(), spec, inputs, {}, "d", graph_id, reopen)
+        bound = binding.BoundSession(opened(), spec, inputs, {}, GPU, graph_id, reopen)
         return [bound.run(feeds)["loss"].item() for _ in range(3)]
 
     wanted = losses(None, None)
@@ -204,7 +208,7 @@ def test_the_arena_shrinks_once_before_any_capture(
         seen.append(options.get_run_config_entry("gpu_graph_id"))
         plain(session, bound)
 
-    monkeypatch.setattr(binding, "memory_for", lambda _: DeviceMemory("cpu"))
+    monkeypatch.setattr(binding, "memory_for", lambda *_: DeviceMemory("cpu"))
     monkeypatch.setattr(runtime, "run_bound", run)
     artifacts = made(dims={"batch": 8})
     spec = artifacts.manifest.model("step")
@@ -216,7 +220,7 @@ def test_the_arena_shrinks_once_before_any_capture(
     feeds = {t.name: feeds[t.name] for t in spec.inputs if t.name in feeds}
     session = runtime.create(artifacts.source("step"), threads=1)
     one, two = (
-        binding.BoundSession(session, spec, inputs, {}, "d", graph_id) for graph_id in (1, 2)
+        binding.BoundSession(session, spec, inputs, {}, GPU, graph_id) for graph_id in (1, 2)
     )
     for bound in (one, one, two):
         bound.run(feeds)

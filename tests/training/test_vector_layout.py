@@ -57,7 +57,7 @@ def test_vector_updates_in_memory_of_a_device(
     artifacts = made(optimizer=ALIKE[name], ema=0.9)
     plain = Trainer(artifacts, layout="separate")
     monkeypatch.setattr(engine, "Values", functools.partial(Values, on_host=False))
-    monkeypatch.setattr(binding, "memory_for", DeviceMemory)
+    monkeypatch.setattr(binding, "memory_for", lambda *_: DeviceMemory("cpu"))
     same_steps(Trainer(artifacts, layout="vector"), plain)
 
 

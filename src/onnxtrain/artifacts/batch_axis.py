@@ -29,7 +29,7 @@ from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
 from onnxtrain.graph.shapes.inference import infer_shapes
 from onnxtrain.runtime.compare import Runner, difference, random_feeds, runner
-from onnxtrain.runtime.session import import_onnxruntime
+from onnxtrain.runtime.devices import import_onnxruntime
 
 BATCH = "batch"
 _AUTOMATIC_LIMIT = 1 << 28  # bytes of weights: the comparison holds the model four times

@@ -3,11 +3,13 @@
 main.py    the app, tracebacks and errors
 flags.py   arguments that several commands share, and flags from option dataclasses
 models.py  commands for models: build, plan, explain, grad, ops, lower, check, profiles, probe
+devices.py commands for devices: devices, check-device
 runs.py    commands for training: train, eval, profile, export, lr-find, finetune, federate
 """
 
 import typer
 
+from onnxtrain.cli.devices import check_device, devices
 from onnxtrain.cli.models import build, check, explain, grad, lower, ops, plan, probe, profiles
 from onnxtrain.cli.runs import (
     evaluate,
@@ -39,5 +41,7 @@ def register(app: typer.Typer) -> None:
     app.command("ops")(ops)
     app.command("lower")(lower)
     app.command("check")(check)
+    app.command("devices")(devices)
+    app.command("check-device")(check_device)
     app.command("profiles")(profiles)
     app.add_typer(probe, name="probe")

@@ -33,7 +33,9 @@ Data = Annotated[
 Checkpoint = Annotated[
     Path | None, typer.Option(help="Checkpoint to load. Default: the weights in the directory.")
 ]
-Device = Annotated[str, typer.Option(help="Device: cpu, cuda or cuda:N.")]
+Device = Annotated[
+    str, typer.Option(help="Device: cpu, cuda, cuda:N ...; `onnxtrain devices` lists all.")
+]
 Threads = Annotated[int | None, typer.Option(help="Number of CPU threads. Default: all cores.")]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.expand.expansions import LOWERING, TRAINING, expansion, raise_unsupported
+from onnxtrain.expand.expansions import LOWERING, TRAINING, expansion, on_target, raise_unsupported
 from onnxtrain.expand.value_range import may_be_infinite
 from onnxtrain.graph.builder import OpBuilder
 
@@ -152,6 +152,34 @@ def scatter_nd(op, x, indices, updates, *, reduction):
         reduction,
     )
     return None if y is None else op.Reshape(y, list(shape))
+
+
+@expansion("ScatterND", when=on_target(lacks="ScatterND.reduction"))
+def scatter_nd_by_elements(op, x, indices, updates, *, reduction):
+    """Add rows by ScatterElements, with one index per element."""
+    depth, shape = op.dims(indices)[-1], op.dims(x)
+    if reduction == "none" or not isinstance(depth, int) or not isinstance(shape[0], int | str):
+        return None
+    tail = [d for d in shape[1:] if isinstance(d, int)]
+    if len(tail) < len(shape) - 1:
+        return None
+    width = int(np.prod(tail[depth - 1 :]))
+    rows = op.Reshape(indices, [-1, depth])
+    if depth > 1:
+        # A negative first index needs no care: it counts from the end of all rows as well.
+        first, *others = (op.Slice(rows, [i], [i + 1], [1]) for i in range(depth))
+        strides = _strides((1, *tail[: depth - 1]))
+        rows = op.Mul(first, op.const(strides[0]))
+        for part, size, stride in zip(others, tail, strides[1:], strict=False):
+            rows = op.Add(rows, op.Mul(_wrap_negative(op, part, size), op.const(stride)))
+    y = op.ScatterElements(
+        op.Reshape(x, [-1, width]),
+        rows if width == 1 else op.Expand(rows, op.const(np.array([1, width], np.int64))),
+        op.Reshape(updates, [-1, width]),
+        axis=0,
+        reduction=reduction,
+    )
+    return op.reshape_like(y, x)
 
 
 _MAX_SCATTER_ELEMENTS = 1 << 22

@@ -41,6 +41,18 @@ def layer_normalization(op, x, scale, bias=None, *, axis, epsilon, stash_type):
     return y if bias is None else op.Add(y, bias), mean, inverse
 
 
+@expansion("LayerNormalization", when=on_target(lacks="LayerNormalization.statistics"))
+def layer_normalization_with_statistics(
+    op, x, scale, bias=None, *, axis, epsilon, stash_type, node
+):
+    """:func:`layer_normalization`, if the gradient reads mean or deviation."""
+    if not any(y.uses() or y.is_graph_output() for y in node.outputs[1:]):
+        return None
+    return layer_normalization(
+        op, x, scale, bias, axis=axis, epsilon=epsilon, stash_type=stash_type
+    )
+
+
 @expansion("com.microsoft::LayerNormalization", when=TRAINING)
 def contrib_layer_normalization(op, x, scale, bias=None, *, axis=-1, epsilon=1e-5, stash_type=1):
     """The standard operator of the same name, which older opsets lack; three outputs.

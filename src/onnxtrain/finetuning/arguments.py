@@ -145,7 +145,9 @@ class FineTuneOptions:
         False, Flag(bool, "Resume from the last checkpoint in the output folder.")
     )
     seed: int = option(0, Flag(int, "Random seed for adapters, dropout and shuffling."), unchanged)
-    device: str = option("cpu", Flag(str, "Device: cpu, cuda or cuda:N."))
+    device: str = option(
+        "cpu", Flag(str, "Device: cpu, cuda, cuda:N ...; `onnxtrain devices` lists all.")
+    )
     threads: int | None = option(None, Flag(int, "Number of CPU threads. Default: all cores."))
     progress: bool | str = option(True)
 

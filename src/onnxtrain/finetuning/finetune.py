@@ -40,6 +40,7 @@ from onnxtrain.importer import expose_weights
 from onnxtrain.options import from_arguments, recorded_options
 from onnxtrain.planning import plan
 from onnxtrain.planning.memory_plan import format_bytes
+from onnxtrain.runtime.devices import find as find_device
 from onnxtrain.text.data import TokenBatches
 from onnxtrain.text.generate import Decoder, Sampling, generate_tokens, make_decoder
 from onnxtrain.text.model_folder import LINK_HINT, ModelFolder, files_root, inspect_model
@@ -358,7 +359,7 @@ def finetune(
         resume: resume from the last checkpoint in ``output``, with the same options. ``epochs`` may
             be larger.
         seed: random seed for adapters, dropout and shuffling.
-        device: ``"cpu"`` or ``"cuda"``.
+        device: as in :class:`~onnxtrain.Trainer`.
         threads: number of CPU threads. Default: all cores.
         progress: ``True``, ``"bar"``, ``"plain"`` or ``False``.
 
@@ -406,7 +407,7 @@ class FineTuneRun:
             clip=o.clip,
             accumulate=o.accumulate,
             recompute=o.recompute,
-            target="cuda" if o.device.startswith("cuda") else "cpu",
+            target=find_device(o.device).target,
         )
         if adapted is not None:
             task.notes += _adapter_notes(adapted, artifacts)

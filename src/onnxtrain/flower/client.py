@@ -212,7 +212,7 @@ def client_app(
         shuffle: shuffle arrays, in an order that depends on seed and round; on by default.
         seed: random seed for shuffling and dropout; 0 by default.
         optimizer_state: ``"reset"`` it every round (the default), or ``"keep"`` it on the client.
-        device: ``"cpu"`` or ``"cuda"``.
+        device: as in :class:`~onnxtrain.Trainer`.
         threads: threads of onnxruntime.
         mods: Flower mods, such as those of its privacy wrappers.
     """

@@ -46,9 +46,10 @@ def decompose_unsupported(model: ir.Model, op: OpBuilder) -> int:
             new = call_by_signature(function, op.before(node), node, context={"node": node})
             if new is None:
                 continue
-            old = node.outputs[0]
-            new.type, new.shape = old.type, old.shape
-            replace_value(old, new, list(old.uses()))
+            results = new if isinstance(new, list | tuple) else [new]
+            for old, result in zip(node.outputs, results, strict=False):
+                result.type, result.shape = old.type, old.shape
+                replace_value(old, result, list(old.uses()))
             op.graph.remove(node, safe=True)
             count += 1
     return count

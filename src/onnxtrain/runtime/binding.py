@@ -19,6 +19,7 @@ from onnxtrain import thresholds as T
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.manifest import ModelSpec
 from onnxtrain.runtime import session as runtime
+from onnxtrain.runtime.devices import Device, find, import_onnxruntime
 from onnxtrain.runtime.ort_values import memory_for, ort_value
 
 logger = logging.getLogger(__name__)
@@ -63,14 +64,15 @@ class BoundSession:
         spec: ModelSpec,
         inputs: Mapping[str, Any],
         outputs: Mapping[str, Any],
-        device: str = "cpu",
+        device: str | Device = "cpu",
         graph_id: int | None = None,
         reopen: Callable[[], Any] | None = None,
     ) -> None:
+        device = find(device)
         self._arguments = (spec, dict(inputs), dict(outputs), device)
         self._reopen = reopen if graph_id is not None else None
         self._in_place = any(y is x for y in outputs.values() for x in inputs.values())
-        self._runs_to_check = 0 if device == "cpu" or self._in_place else _CHECKED_RUN
+        self._runs_to_check = 0 if device.is_cpu or self._in_place else _CHECKED_RUN
         self.capture_error: str | None = None
         """Why the first captured run failed, if it did."""
         self._bind(session, graph_id)
@@ -83,10 +85,13 @@ class BoundSession:
     def _bind(self, session: Any, graph_id: int | None) -> None:
         spec, inputs, outputs, device = self._arguments
         self.session, self.binding = session, session.io_binding()
-        # onnxruntime copies an input of a CPU node once, at bind time: it must be bound every run.
-        self._host_inputs = frozenset[str]() if device == "cpu" else runtime.inputs_on_host(session)
-        self._rebound = {n: v for n, v in inputs.items() if n in self._host_inputs}
-        self._memory = memory_for(device)
+        # onnxruntime copies an input that the session reads in other memory once, at bind time: it
+        # must be bound every run.
+        self._copied = frozenset[str]()
+        if not device.is_cpu:
+            self._copied = runtime.inputs_copied_when_bound(session, device)
+        self._rebound = {n: v for n, v in inputs.items() if n in self._copied}
+        self._memory = memory_for(device, self._copied)
         for name, value in inputs.items():
             self.binding.bind_ortvalue_input(name, value)
         self._memory.prepare(self.binding, spec)
@@ -108,7 +113,7 @@ class BoundSession:
     def run(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Run on a batch; return the outputs that were not bound."""
         for name, array in feeds.items():
-            if name in self._host_inputs:
+            if name in self._copied:
                 self.binding.bind_ortvalue_input(name, ort_value(np.ascontiguousarray(array)))
             else:
                 self._memory.feed(self.binding, name, array)
@@ -194,7 +199,7 @@ def _all_close(a: Arrays, b: Arrays, names: list[str]) -> bool:
 
 
 def _capture_options(graph_id: int) -> Any:
-    options = runtime.import_onnxruntime().RunOptions()
+    options = import_onnxruntime().RunOptions()
     options.add_run_config_entry("gpu_graph_id", str(graph_id))
     return options
 
@@ -257,7 +262,7 @@ def check_capture(
     spec: ModelSpec,
     capture: bool | None,
     *,
-    device: str,
+    device: str | Device,
     obstacle: str | None = None,
 ) -> str | None:
     """Return why the runs of a model are not captured, or ``None`` if they are to be.
@@ -274,7 +279,8 @@ def check_capture(
     """
     if capture is False:
         return "capture=False"
-    if runtime.split_device(device)[0] != "cuda":
+    device = find(device)
+    if not device.capture_option:
         obstacle = f"the device is {device}"
     elif obstacle is None:
         obstacle = capture_obstacle(runtime.load_graph(source), spec)
@@ -290,7 +296,7 @@ def open_session(
     source: bytes | str,
     spec: ModelSpec,
     *,
-    device: str,
+    device: str | Device,
     threads: int | None,
     capture: bool | None,
     obstacle: str | None = None,
@@ -312,9 +318,9 @@ def open_session(
     Raises:
         OnnxTrainError: if ``capture=True`` and there is an obstacle.
     """
-    known = obstacle is not None
+    known, device = obstacle is not None, find(device)
     obstacle = check_capture(source, spec, capture, device=device, obstacle=obstacle)
-    if device == "cuda" and capture is None and obstacle is not None and not known:
+    if device.capture_option and capture is None and obstacle is not None and not known:
         fix = capture_fix(runtime.load_graph(source), spec)
         _warn_once(
             f"steps are not captured as a CUDA graph and take longer: {obstacle}\nhint: {fix}"
@@ -325,7 +331,7 @@ def open_session(
         )
     else:
         session = runtime.create(source, device=device, threads=threads, rest=rest, profile=profile)
-    if device != "cpu":
+    if not device.is_cpu:
         state = "captured as a CUDA graph" if obstacle is None else f"not captured: {obstacle}"
         logger.info("%s model on %s: runs are %s", spec.role, device, state)
     return session, obstacle
@@ -335,7 +341,7 @@ def create_capturing(
     source: bytes | str,
     *,
     capture: bool | None,
-    device: str,
+    device: str | Device,
     threads: int | None,
     rest: bool = False,
 ) -> tuple[Any, str | None]:

@@ -27,8 +27,8 @@ from onnxtrain import thresholds as T
 from onnxtrain.errors import SaveError
 from onnxtrain.manifest import ModelSpec, TensorSpec
 from onnxtrain.runtime import session as runtime
+from onnxtrain.runtime.devices import Device, find, import_onnxruntime
 from onnxtrain.runtime.feeds import numpy_dtype
-from onnxtrain.runtime.session import import_onnxruntime
 from onnxtrain.runtime.thread_pool import available_cores
 
 _ALIGNMENT = 64
@@ -43,21 +43,21 @@ class Values(Mapping[str, Any]):
     Args:
         arrays: names and initial values.
         device: where the tensors live.
-        on_host: whether numpy arrays share the memory, so that reading copies nothing; by default
-            they do on the CPU.
+        on_host: whether numpy arrays share the memory, so that reading copies nothing; the choice
+            of the device by default.
         release: remove each array from ``arrays`` once it is copied.
     """
 
     def __init__(
         self,
         arrays: dict[str, np.ndarray],
-        device: str,
+        device: str | Device,
         *,
         on_host: bool | None = None,
         release: bool = False,
     ) -> None:
-        self._device = device
-        self.on_host = device == "cpu" if on_host is None else on_host
+        self._device = find(device)
+        self.on_host = self._device.on_host if on_host is None else on_host
         """Whether numpy arrays share the memory."""
         self._arrays, self._raw = _allocate_arena(arrays, release=release)
         self.nbytes = self._raw.nbytes
@@ -66,7 +66,7 @@ class Values(Mapping[str, Any]):
         if self.on_host:
             self._values = {n: ort_value(a) for n, a in self._arrays.items()}
         else:
-            self._memory: Any = _copy_to_device(self._raw, device)
+            self._memory: Any = _copy_to_device(self._raw, self._device)
             self._arrays = {n: self.like(n) for n in self._arrays}
             self._raw = np.empty(0, np.uint8)
             self._values = {n: self._window(self._offsets[n], a) for n, a in self._arrays.items()}
@@ -141,7 +141,7 @@ class Values(Mapping[str, Any]):
         binding = _window_session().io_binding()
         dtype = _BFLOAT16 if like.dtype == ml_dtypes.bfloat16 else like.dtype.type
         address = self._memory.data_ptr() + offset
-        kind, index = runtime.split_device(self._device)
+        kind, index = self._device.memory
         binding.bind_output("y", kind, index, dtype, like.shape, address)
         return binding.get_outputs()[0]
 
@@ -190,15 +190,15 @@ def copy_value(target: Any, source: Any) -> None:
         target.update_inplace(source)
 
 
-def ort_value(array: np.ndarray, device: str = "cpu") -> Any:
+def ort_value(array: np.ndarray, device: str | Device = "cpu") -> Any:
     """Return an OrtValue; on the CPU it shares the array's memory."""
-    kind = runtime.import_onnxruntime().OrtValue
+    kind = import_onnxruntime().OrtValue
     if array.dtype == ml_dtypes.bfloat16:
         return kind.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), _BFLOAT16)
-    return kind.ortvalue_from_numpy(array, *runtime.split_device(device))
+    return kind.ortvalue_from_numpy(array, *find(device).memory)
 
 
-def _copy_to_device(raw: np.ndarray, device: str) -> Any:
+def _copy_to_device(raw: np.ndarray, device: Device) -> Any:
     """Return a copy of some bytes on a device, in a block of exactly their size.
 
     ``ortvalue_from_numpy`` rounds the block up to a power of two; the result of a session is not
@@ -210,25 +210,25 @@ def _copy_to_device(raw: np.ndarray, device: str) -> Any:
     return value
 
 
-def _device_buffer(words: int, device: str) -> Any:
+def _device_buffer(words: int, device: Device) -> Any:
     """Return a vector of words on a device, and let the device's arena shrink to what is in use.
 
     Kernels index elements by 32 bits, so a session cannot compute a longer vector.
     """
     if words > _MAX_ELEMENTS:
-        kind = runtime.import_onnxruntime().OrtValue
-        return kind.ortvalue_from_shape_and_type([words], _WORD, *runtime.split_device(device))
+        kind = import_onnxruntime().OrtValue
+        return kind.ortvalue_from_shape_and_type([words], _WORD, *device.memory)
     session = _allocation_session(device)
     binding = session.io_binding()
     binding.bind_cpu_input("x", np.array([words], np.int64))
-    binding.bind_output("y", *runtime.split_device(device))
-    options = None if device == "cpu" else runtime.shrink_arena_options(device)
+    binding.bind_output("y", *device.memory)
+    options = None if device.on_host else runtime.shrink_arena_options(device)
     runtime.run_bound(session, binding, options)
     return binding.get_outputs()[0]
 
 
 @functools.cache
-def _allocation_session(device: str) -> Any:
+def _allocation_session(device: Device) -> Any:
     """Return a session that computes a vector of zeros of a given length."""
     return _single_node_session(
         "ConstantOfShape", onnx.TensorProto.INT64, onnx.TensorProto.INT64, device
@@ -238,10 +238,12 @@ def _allocation_session(device: str) -> Any:
 @functools.cache
 def _window_session() -> Any:
     """Return a session whose output :meth:`Values._window` binds to an address; it never runs."""
-    return _single_node_session("Identity", onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT, "cpu")
+    return _single_node_session(
+        "Identity", onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT, find("cpu")
+    )
 
 
-def _single_node_session(op_type: str, input_type: int, output_type: int, device: str) -> Any:
+def _single_node_session(op_type: str, input_type: int, output_type: int, device: Device) -> Any:
     node = onnx.NodeProto(op_type=op_type, input=["x"], output=["y"])
     if op_type == "ConstantOfShape":
         zero = onnx.TensorProto(dims=[1], data_type=output_type, raw_data=bytes(_WORD().itemsize))
@@ -370,14 +372,20 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """Memory of the CPU: a session reads the caller's arrays where they are."""
+    """Memory of the CPU: a session reads the caller's arrays where they are.
 
-    def __init__(self) -> None:
+    Args:
+        copied: inputs that onnxruntime copies to a device when they are bound: they are bound
+            again by every run.
+    """
+
+    def __init__(self, copied: frozenset[str] = frozenset()) -> None:
+        self._copied = copied
         self._controls: dict[str, np.ndarray] = {}
 
     def prepare(self, binding: Any, spec: ModelSpec) -> None:
         """Bind learning rate, step and the like to small arrays that each run overwrites."""
-        for t in spec.inputs_of(*CONTROL):
+        for t in (t for t in spec.inputs_of(*CONTROL) if t.name not in self._copied):
             array = np.zeros(_sizes(t), numpy_dtype(t.dtype))
             self._controls[t.name] = array
             binding.bind_ortvalue_input(t.name, ort_value(array))
@@ -406,8 +414,8 @@ class DeviceMemory:
         device: where the session runs.
     """
 
-    def __init__(self, device: str) -> None:
-        self._device = device
+    def __init__(self, device: str | Device) -> None:
+        self._device = find(device)
         self._fed: dict[str, tuple[np.ndarray, Any]] = {}
         self._pinned: dict[str, PinnedBuffer | None] = {}
 
@@ -442,9 +450,14 @@ class DeviceMemory:
         return value, lambda: np.array(value.numpy())
 
 
-def memory_for(device: str) -> Memory:
-    """Return how inputs and outputs of a run reach a device."""
-    return HostMemory() if device == "cpu" else DeviceMemory(device)
+def memory_for(device: Device, copied: frozenset[str] = frozenset()) -> Memory:
+    """Return how inputs and outputs of a run reach a device.
+
+    Args:
+        device: where the session runs.
+        copied: inputs that onnxruntime copies when they are bound.
+    """
+    return HostMemory(copied) if device.on_host else DeviceMemory(device)
 
 
 def _sizes(t: TensorSpec) -> list[int]:

@@ -1,4 +1,4 @@
-"""The only module that imports onnxruntime: sessions, their options, and their runs.
+"""Sessions of onnxruntime, their options, and their runs.
 
 It also holds what belongs to every run: denormal numbers count as zero inside a run and keep their
 value outside of it. Vanishing gradients would run at a tenth of the speed otherwise. onnxruntime
@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
 import os
 import platform
-import re
 import sys
 import tempfile
 import threading
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -30,8 +30,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.errors import MissingExtraError, OnnxTrainError
+from onnxtrain.errors import OnnxTrainError, by_caller
 from onnxtrain.graph.io import save
+from onnxtrain.graph.nodes import captured
+from onnxtrain.runtime import devices
+from onnxtrain.runtime.devices import CPU, Device, first_line, import_onnxruntime, last_lines
 
 _FENV_BYTES = 256  # more than a floating-point environment (fenv_t) takes on any platform
 
@@ -131,8 +134,7 @@ Copies = Sequence[tuple[Any, Any]]
 
 _FOLDED_SIZE_KEY = "optimization.constant_folding_max_output_size_in_bytes"
 _WEIGHTS_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
-DEVICES = ("cpu", "cuda")
-"""Kinds of devices; ``cuda:1`` is the second one of a kind."""
+_RECORD_KEY = "session.record_ep_graph_assignment_info"
 
 
 class ModelWithWeightsFolder(bytes):
@@ -159,50 +161,10 @@ def with_weights_folder(source: bytes | str, data: bytes) -> bytes:
     )
 
 
-def import_onnxruntime() -> ModuleType:
-    """Return the onnxruntime module.
-
-    Raises:
-        MissingExtraError: with the command that installs it.
-    """
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise MissingExtraError(
-            'onnxruntime is not installed\nhint: pip install "onnxtrain[cpu]" (or [gpu])'
-        ) from error
-    return onnxruntime
-
-
-def split_device(device: str) -> tuple[str, int]:
-    """Return the kind and the index of a device.
-
-    >>> split_device("cuda:1"), split_device("cpu")
-    (('cuda', 1), ('cpu', 0))
-    """
-    kind, _, index = device.partition(":")
-    return kind, int(index or 0)
-
-
-def check_device(device: str) -> None:
-    """Raise an error if the device is unknown, or this installation does not support it."""
-    if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
-        expected = ", ".join(map(repr, (*DEVICES, "cuda:1")))
-        raise OnnxTrainError(f"unknown device: {device!r} (expected one of {expected})")
-    if (
-        device != "cpu"
-        and "CUDAExecutionProvider" not in import_onnxruntime().get_available_providers()
-    ):
-        raise MissingExtraError(
-            "this onnxruntime has no CUDA support\n"
-            'hint: pip install "onnxtrain[gpu]" on a machine with a GPU'
-        )
-
-
 def create(
     source: bytes | str,
     *,
-    device: str = "cpu",
+    device: str | Device = "cpu",
     threads: int | None = None,
     options: Any = None,
     capture: bool = False,
@@ -215,7 +177,7 @@ def create(
 
     Args:
         source: serialized model, or a path if it has external data.
-        device: ``cpu``, ``cuda`` or ``cuda:N``.
+        device: a name, or an entry of :mod:`onnxtrain.runtime.devices`.
         threads: size of the session's thread pool; ``None`` leaves the choice to onnxruntime.
         options: ``SessionOptions`` to use in place of those of training.
         capture: capture a run as a CUDA graph and replay it; shapes and addresses must not change.
@@ -238,22 +200,111 @@ def create(
         options.profile_file_prefix = profile
     if isinstance(source, ModelWithWeightsFolder):
         options.add_session_config_entry(_WEIGHTS_FOLDER_KEY, source.folder)
-    providers: list[Any] = ["CPUExecutionProvider"]
-    kind, index = split_device(device)
-    if kind == "cuda":
-        settings = {
-            "device_id": index,
-            "enable_cuda_graph": int(capture),
-            # The default strategy rounds up to powers of two: a third more memory, not faster.
-            "arena_extend_strategy": "kSameAsRequested",
-        }
-        providers.insert(0, ("CUDAExecutionProvider", settings))
-    quiet = _without_default_warnings(ort) if device == "cuda" else nullcontext()
+    device = devices.find(device)
+    if not device.is_cpu and not capture:  # a captured run has no nodes on the CPU
+        _record_placement(options)
+    quiet = _without_default_warnings(ort) if device.name == "cuda" else nullcontext()
     try:
         with quiet, learn_denormal_mode():
-            return ort.InferenceSession(source, options, providers=providers)
+            session = devices.open_session(source, options, device, capture=capture)
+    except OnnxTrainError:
+        raise
     except Exception as error:  # onnxruntime's errors share no base class
-        raise OnnxTrainError(f"onnxruntime cannot load the model: {_first_line(error)}") from error
+        if not device.is_cpu:
+            _check_start(device)
+        where, why = (
+            ("", first_line(error)) if device.is_cpu else (f" on {device}", last_lines(error))
+        )
+        raise OnnxTrainError(f"onnxruntime cannot load the model{where}: {why}") from error
+    if not device.is_cpu:
+        _check_providers(session, device)
+        if not capture:
+            _check_share(session, device, source)
+    return session
+
+
+def _check_start(device: Device) -> None:
+    """Raise an error if a device cannot run one addition, so that the model is not to blame."""
+    x, y = (onnx.ValueInfoProto(name=n) for n in "xy")
+    for value in (x, y):
+        value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+        value.type.tensor_type.shape.dim.add(dim_value=2)
+    node = onnx.NodeProto(op_type="Add", input=["x", "x"], output=["y"])
+    graph = onnx.GraphProto(name="start", node=[node], input=[x], output=[y])
+    opsets = [onnx.OperatorSetIdProto(version=17)]
+    model = onnx.ModelProto(graph=graph, opset_import=opsets, ir_version=8)
+    try:
+        with learn_denormal_mode():
+            session = devices.open_session(
+                model.SerializeToString(), session_options(1), device, capture=False
+            )
+    except OnnxTrainError:
+        raise
+    except Exception as error:  # onnxruntime's errors share no base class
+        raise _not_started(device, last_lines(error)) from error
+    _check_providers(session, device)
+
+
+def _check_providers(session: Any, device: Device) -> None:
+    """Raise an error if onnxruntime left out the provider of a device."""
+    if device.provider not in session.get_providers():
+        raise _not_started(device, "onnxruntime fell back to the CPU without an error")
+
+
+def _not_started(device: Device, why: str) -> OnnxTrainError:
+    return OnnxTrainError(
+        f"{device}: {device.provider} does not start: {why}\n"
+        f"hint: `onnxtrain check-device {device}` prints what onnxruntime logs; "
+        + by_caller('device="cpu" trains on the CPU', "--device cpu trains on the CPU")
+    )
+
+
+_MAX_LISTED = 5
+_CPU_SHARE = 0.25
+"""Share of the nodes with float tensors that may run on the CPU beside a device."""
+
+
+def _check_share(session: Any, device: Device, source: bytes | str) -> None:
+    """Raise an error if most of a model runs on the CPU; shape arithmetic belongs there.
+
+    A provider that lacks kernels is no error of onnxruntime: it runs these nodes on the CPU, and
+    copies what they read and write.
+    """
+    if device.allow_cpu_fallback:
+        return
+    placed = _placed_nodes(session)
+    counts = {provider: len(nodes) for provider, nodes in placed.items()}
+    if not counts.get(CPU) or counts[CPU] <= _CPU_SHARE * sum(counts.values()):
+        return
+    float_nodes = {node.name: _has_float_tensor(node) for node in _inferred(load_graph(source))}
+    left = [f"{op} {name!r}" for op, name in placed[CPU] if float_nodes.get(name, True)]
+    total = len(left) + sum(n for provider, n in counts.items() if provider != CPU)
+    if len(left) <= _CPU_SHARE * total:
+        return
+    more = ", ..." if len(left) > _MAX_LISTED else ""
+    raise OnnxTrainError(
+        f"{device}: {len(left)} of {total} nodes would run on the CPU: "
+        f"{', '.join(left[:_MAX_LISTED])}{more}\nhint: "
+        + by_caller(
+            f'build(..., target="{device.target}") generates operators for this device; '
+            "Trainer(..., allow_cpu_fallback=True) accepts the CPU",
+            f"onnxtrain build ... --target {device.target} generates operators for this device; "
+            "--device cpu trains on the CPU",
+        )
+    )
+
+
+def _placed_nodes(session: Any) -> dict[str, list[tuple[str, str]]]:
+    """Return operator and name of the nodes by provider; empty before onnxruntime 1.24.
+
+    The session must have been created with a record of them.
+    """
+    placed: dict[str, list[tuple[str, str]]] = {}
+    if hasattr(session, "get_provider_graph_assignment_info"):
+        for part in session.get_provider_graph_assignment_info():
+            nodes = [(n.op_type, n.name) for n in part.get_nodes()]
+            placed.setdefault(part.ep_name, []).extend(nodes)
+    return placed
 
 
 _WARNING, _ERROR = 2, 3  # severities of onnxruntime's loggers; warnings are its default
@@ -304,45 +355,48 @@ def session_options(threads: int | None, *, as_shipped: bool = False) -> Any:
     return options
 
 
-def shrink_arena_options(device: str, graph_id: int | None = None) -> Any:
+def shrink_arena_options(device: str | Device, graph_id: int | None = None) -> Any:
     """Return options of a run after which the arena returns unused memory to the device."""
     options = import_onnxruntime().RunOptions()
     if graph_id is not None:
         options.add_run_config_entry("gpu_graph_id", str(graph_id))
     options.add_run_config_entry(
-        "memory.enable_memory_arena_shrinkage", f"gpu:{split_device(device)[1]}"
+        "memory.enable_memory_arena_shrinkage", f"gpu:{devices.find(device).memory[1]}"
     )
     return options
 
 
-def inputs_on_host(session: Any) -> frozenset[str]:
-    """Return the inputs that a session reads in CPU memory, whatever its device.
+def inputs_copied_when_bound(session: Any, device: Device) -> frozenset[str]:
+    """Return the inputs that a session reads in other memory than that of the device.
 
-    onnxruntime copies a device value that is bound to such an input once, at bind time. Before
-    onnxruntime 1.23 there is no way to find out, so all inputs are returned.
+    onnxruntime copies a value that is bound to such an input once, at bind time. Before onnxruntime
+    1.23 there is no way to find out, so all inputs are returned.
     """
     names = [x.name for x in session.get_inputs()]
     memory_infos = getattr(session, "get_input_memory_infos", None)
     if memory_infos is None:
         return frozenset(names)
-    return frozenset(n for n, info in zip(names, memory_infos(), strict=True) if info.name == "Cpu")
+    infos = zip(names, memory_infos(), strict=True)
+    return frozenset(n for n, info in infos if (info.name == "Cpu") != device.on_host)
 
 
 def nodes_on_host(session: Any) -> list[str]:
     """Return the nodes that run on the CPU; the session needs :func:`recording_options`."""
-    return [
-        f"{n.op_type} {n.name!r}"
-        for part in session.get_provider_graph_assignment_info()
-        if part.ep_name == "CPUExecutionProvider"
-        for n in part.get_nodes()
-    ]
+    return [f"{op} {name!r}" for op, name in _placed_nodes(session).get(CPU, ())]
 
 
 def recording_options(threads: int | None) -> Any:
     """Return the session options of training, with a record of each node's provider."""
     options = session_options(threads)
-    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    _record_placement(options)
     return options
+
+
+def _record_placement(options: Any) -> None:
+    try:
+        options.get_session_config_entry(_RECORD_KEY)  # onnxruntime warns of a second entry
+    except RuntimeError:
+        options.add_session_config_entry(_RECORD_KEY, "1")
 
 
 def run(session: Any, names: list[str] | None, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
@@ -351,7 +405,7 @@ def run(session: Any, names: list[str] | None, feeds: dict[str, np.ndarray]) -> 
         with FlushDenormals():
             return session.run(names, feeds)
     except Exception as error:  # onnxruntime's errors share no base class
-        raise OnnxTrainError(f"onnxruntime: {_first_line(error)}") from error
+        raise OnnxTrainError(f"onnxruntime: {first_line(error)}") from error
 
 
 def run_values(session: Any, names: list[str], feeds: dict[str, Any]) -> list[Any]:
@@ -360,7 +414,7 @@ def run_values(session: Any, names: list[str], feeds: dict[str, Any]) -> list[An
         with FlushDenormals():
             return session.run_with_ort_values(names, feeds)
     except Exception as error:  # onnxruntime's errors share no base class
-        raise OnnxTrainError(f"onnxruntime: {_first_line(error)}") from error
+        raise OnnxTrainError(f"onnxruntime: {first_line(error)}") from error
 
 
 def run_bound(session: Any, binding: Any, options: Any = None) -> None:
@@ -370,7 +424,7 @@ def run_bound(session: Any, binding: Any, options: Any = None) -> None:
             # Without RunOptions where possible: with them a call costs ten times as much.
             session.run_with_iobinding(binding, options)
     except Exception as error:  # onnxruntime's errors share no base class
-        raise OnnxTrainError(f"onnxruntime: {_first_line(error)}") from error
+        raise OnnxTrainError(f"onnxruntime: {first_line(error)}") from error
 
 
 def run_each(calls: Iterable[tuple[Any, Any, Copies]]) -> None:
@@ -382,7 +436,7 @@ def run_each(calls: Iterable[tuple[Any, Any, Copies]]) -> None:
                 for target, source in copies:
                     target[...] = source
     except Exception as error:  # onnxruntime's errors share no base class
-        raise OnnxTrainError(f"onnxruntime: {_first_line(error)}") from error
+        raise OnnxTrainError(f"onnxruntime: {first_line(error)}") from error
 
 
 def load_graph(source: bytes | str) -> onnx.ModelProto:
@@ -390,10 +444,6 @@ def load_graph(source: bytes | str) -> onnx.ModelProto:
     if isinstance(source, str):
         return onnx.load(source, load_external_data=False)
     return onnx.load_from_string(source)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def executed_graph(source: bytes | str) -> onnx.ModelProto:
@@ -425,6 +475,10 @@ class Placement:
     """Number of nodes of each provider, after onnxruntime's own simplifications."""
     left: tuple[str, ...]
     """Nodes that fall back to the CPU with a float tensor of rank 1 or more: operator and name."""
+    copies: tuple[str, ...] = ()
+    """Tensors that one provider computes and another one reads."""
+    copied_bytes: int = 0
+    """Bytes of these tensors in one run; those of unknown size are not counted."""
 
     @property
     def clean(self) -> bool:
@@ -432,45 +486,59 @@ class Placement:
         return not self.left
 
 
-def placement(source: bytes | str, *, device: str = "cuda") -> Placement:
+def placement(
+    source: bytes | str, *, device: str | Device = "cuda", sizes: Mapping[str, int] | None = None
+) -> Placement:
     """Return where the nodes of a model run; ``left`` does not list shape arithmetic on the CPU.
 
     Args:
         source: serialized model, or a path.
         device: as in :class:`~onnxtrain.Trainer`.
+        sizes: values of symbolic sizes, to count the bytes of copies.
     """
-    check_device(device)
-    unsupported = OnnxTrainError(
-        "this onnxruntime version does not report node placement\n"
-        "hint: pip install 'onnxruntime>=1.24'"
-    )
+    device = devices.find(devices.check(device), allow_cpu_fallback=True)
     session = create(source, device=device, options=recording_options(None))
-    proto = onnx.load(source) if isinstance(source, str) else onnx.load_from_string(source)
-    float_nodes = _float_nodes(proto)
-    counts: dict[str, int] = {}
-    left: list[str] = []
-    if not hasattr(session, "get_provider_graph_assignment_info"):
-        raise unsupported
-    for part in session.get_provider_graph_assignment_info():
-        nodes = part.get_nodes()
-        counts[part.ep_name] = counts.get(part.ep_name, 0) + len(nodes)
-        if device == "cpu" or part.ep_name != "CPUExecutionProvider":
-            continue
-        # The tensors of a node that onnxruntime inserted are unknown: it counts.
-        left += [f"{n.op_type} {n.name!r}" for n in nodes if float_nodes.get(n.name, True)]
-    if not counts:
-        raise unsupported
-    return Placement(counts, tuple(left))
+    placed = _placed_nodes(session)
+    if not placed:
+        raise OnnxTrainError(
+            "this onnxruntime version does not report node placement\n"
+            "hint: pip install 'onnxruntime>=1.24'"
+        )
+    graph = _inferred(load_graph(source))
+    # The tensors of a node that onnxruntime inserted are unknown: it counts.
+    float_nodes = {node.name: _has_float_tensor(node) for node in graph}
+    left = [] if device.is_cpu else placed.get(CPU, [])
+    where = {name: provider for provider, nodes in placed.items() for _, name in nodes if name}
+    copied: dict[str, int] = {}
+    for node in graph:
+        for x in (*node.inputs, *captured(node)):
+            maker = x.producer() if x is not None else None
+            ends = [where.get(n.name or "") for n in (node, maker) if n is not None]
+            if x is not None and maker is not None and None not in ends and len({*ends}) > 1:
+                copied[x.name or ""] = _nbytes(x, sizes or {})
+    return Placement(
+        {provider: len(nodes) for provider, nodes in placed.items()},
+        tuple(f"{op} {name!r}" for op, name in left if float_nodes.get(name, True)),
+        tuple(copied),
+        sum(copied.values()),
+    )
 
 
-def _float_nodes(model: onnx.ModelProto) -> dict[str, bool]:
-    """Return for each node whether it reads or writes a float tensor of rank 1 or more."""
+def _inferred(model: onnx.ModelProto) -> ir.Graph:
     inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
-    graph = ir.from_proto(inferred).graph
-    return {
-        node.name or "": any(_is_float_tensor(x) for x in (*node.inputs, *node.outputs))
-        for node in graph
-    }
+    return ir.from_proto(inferred).graph
+
+
+def _has_float_tensor(node: ir.Node) -> bool:
+    """Return whether a node reads or writes a float tensor of rank 1 or more."""
+    return any(_is_float_tensor(x) for x in (*node.inputs, *node.outputs))
+
+
+def _nbytes(x: ir.Value, sizes: Mapping[str, int]) -> int:
+    if x.shape is None or x.dtype is None:
+        return 0
+    dims = [d if isinstance(d, int) else sizes.get(str(d), 0) for d in x.shape]
+    return math.prod(dims) * x.dtype.bitwidth // 8
 
 
 def _is_float_tensor(x: ir.Value | None) -> bool:

@@ -62,7 +62,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         from_logits: whether that output has logits; ``None`` infers it from the graph.
         random_state: random seed for initialization, shuffling and dropout.
         threads: threads of onnxruntime; ``None`` uses one for small nets and all cores for others.
-        device: ``"cpu"`` or ``"cuda"``.
+        device: as in :class:`~onnxtrain.Trainer`.
         verbose: print the loss of every epoch.
 
     Attributes:

@@ -24,7 +24,7 @@ from sklearn.utils.validation import (
 from onnxtrain.errors import PrepareError, expected_one_of
 from onnxtrain.optim import OPTIMIZERS, Optimizer
 from onnxtrain.optim import resolve as resolve_optimizer
-from onnxtrain.runtime import session as runtime
+from onnxtrain.runtime import devices
 from onnxtrain.sklearn.epochs import Epochs
 from onnxtrain.sklearn.nets import Net, cached, convert, dense_net, dense_weights, split_model
 
@@ -194,7 +194,7 @@ class OnnxEstimator(BaseEstimator):
         ]
         if problems:
             raise PrepareError("; ".join(problems))
-        runtime.check_device(self.device)
+        devices.check(self.device)
 
     def _start(self, X: Any, outputs: int) -> None:
         """Create the net, its initial parameters and an empty optimizer state."""

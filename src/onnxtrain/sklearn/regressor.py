@@ -43,7 +43,7 @@ class OnnxRegressor(MultiOutputMixin, RegressorMixin, OnnxEstimator):
         output: the output to train on; by default the first float output.
         random_state: random seed for initialization, shuffling and dropout.
         threads: threads of onnxruntime; ``None`` uses one for small nets and all cores for others.
-        device: ``"cpu"`` or ``"cuda"``.
+        device: as in :class:`~onnxtrain.Trainer`.
         verbose: print the loss of every epoch.
 
     Attributes:

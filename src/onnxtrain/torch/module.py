@@ -33,6 +33,7 @@ from onnxtrain.graph.simplify import simplify
 from onnxtrain.modes import running_statistics
 from onnxtrain.modes.randomness import portable_dropout
 from onnxtrain.runtime import session as runtime
+from onnxtrain.runtime.devices import check as check_device
 from onnxtrain.torch.calls import INNER_PREFIX, FlatArguments, FlatModule, FlatResults
 from onnxtrain.torch.checking import detached_copy
 from onnxtrain.torch.export import export_module, last_report
@@ -523,7 +524,7 @@ def device_of(module: nn.Module, inputs: Sequence[torch.Tensor]) -> torch.device
             "hint: move them to one device with .to(device)"
         )
     device = next(iter(devices), torch.device("cpu"))
-    runtime.check_device(device.type)
+    check_device(device.type)
     return device
 
 

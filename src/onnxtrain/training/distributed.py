@@ -142,7 +142,7 @@ def _initialize(torch: Any, device: str) -> None:
 def _form(torch: Any, store: Any, rank: int, size: int, address: str, device: str) -> None:
     """Wait for all workers, then create the group."""
     dist = torch.distributed
-    if device != "cpu":
+    if _is_cuda(device):
         torch.cuda.set_device(_local_device(device))
     # The keys name who is missing, which the group itself does not.
     keys = [f"worker/{r}" for r in range(size)]
@@ -155,7 +155,7 @@ def _form(torch: Any, store: Any, rank: int, size: int, address: str, device: st
                 f"{_listing(missing)}\nhint: start the missing workers with the same WORLD_SIZE"
             )
         time.sleep(0.05)
-    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    backend = "cpu:gloo,cuda:nccl" if _is_cuda(device) else "gloo"
     seconds = datetime.timedelta(seconds=CONNECT_SECONDS)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=seconds)
     # Later, workers wait for worker 0 while it validates or writes files.
@@ -168,6 +168,10 @@ def _leave(dist: Any) -> None:
     if dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()
+
+
+def _is_cuda(device: str) -> bool:
+    return device.partition(":")[0] == "cuda"
 
 
 def _local_device(device: str) -> str:
@@ -308,7 +312,7 @@ class Workers:
         return self._torch.from_numpy(vector)
 
     def _synchronize(self) -> None:
-        if self.device != "cpu":  # onnxruntime has a stream of its own
+        if _is_cuda(self.device):  # onnxruntime has a stream of its own
             self._torch.cuda.current_stream(self.device).synchronize()
 
     def gather(self, value: Any) -> list[Any]:

@@ -47,6 +47,7 @@ from onnxtrain.errors import CheckpointError, OnnxTrainError, by_caller
 from onnxtrain.manifest import ModelSpec, TensorSpec
 from onnxtrain.runtime import session as runtime
 from onnxtrain.runtime.binding import Arrays, BoundSession, open_session
+from onnxtrain.runtime.devices import Device, find
 from onnxtrain.runtime.feeds import numpy_dtype
 from onnxtrain.runtime.ort_values import Values, as_ort_value, copy_value, ort_value
 from onnxtrain.runtime.thread_pool import SleepingPool, Task, available_cores
@@ -77,10 +78,10 @@ LAYOUTS: Mapping[str, Layout] = {
 
 
 def choose_layout(
-    artifacts: Artifacts, device: str, *, distributed: bool = False
+    artifacts: Artifacts, device: str | Device, *, distributed: bool = False
 ) -> tuple[str, str]:
     """Return the layout of ``layout="auto"``, and the reason for the choice."""
-    manifest = artifacts.manifest
+    manifest, device = artifacts.manifest, find(device)
     if distributed:
         if _has_separate_gradients(artifacts, "vector"):
             return "vector", "workers sum the gradients of the gradient model"
@@ -88,11 +89,11 @@ def choose_layout(
     if manifest.accumulate > 1:
         return "separate", f"gradients accumulate over {manifest.accumulate} batches"
     # On a device, an update without state does not pay for a second call.
-    if manifest.model("gradients") is not None and (device == "cpu" or artifacts.state):
+    if manifest.model("gradients") is not None and (device.on_host or artifacts.state):
         return "vector", "the artifacts have update models over vectors"
     if manifest.model("step") is None:
         return "separate", "the artifacts have no step model"
-    if device != "cpu":
+    if not device.on_host:
         return "fused", f"one call per step is cheapest on {device}"
     arrays = (*artifacts.values.values(), *artifacts.state.values())
     size = sum(a.nbytes for a in arrays)
@@ -108,7 +109,7 @@ def _has_separate_gradients(artifacts: Artifacts, layout: str) -> bool:
 
 
 def resolve_layout(
-    artifacts: Artifacts, layout: str, device: str, *, distributed: bool = False
+    artifacts: Artifacts, layout: str, device: str | Device, *, distributed: bool = False
 ) -> str:
     """Return the name of the layout that runs.
 
@@ -212,6 +213,7 @@ class EngineSession(NamedTuple):
     spec: ModelSpec
     source: bytes | str
     session: Any
+    device: Device
     runs_per_step: int = 1
 
 
@@ -224,8 +226,8 @@ class StepEngine:
         device: where the models run.
         threads: size of the batch model's thread pool, and of the vector update.
         capture: whether to capture steps as CUDA graphs; ``None`` captures where possible.
-        release: on the CPU, drop each array of the artifacts once it is copied, so that the values
-            never exist twice.
+        release: drop each array of the artifacts once it is copied, so that the values never exist
+            twice.
         update: whether to load the update models; without them, only gradients can be computed.
         profile: file prefix for onnxruntime's profiler, which then records every session.
         shard: number of this worker and of all workers, to hold and update a part of the state.
@@ -236,7 +238,7 @@ class StepEngine:
         artifacts: Artifacts,
         layout: str,
         *,
-        device: str = "cpu",
+        device: str | Device = "cpu",
         threads: int | None = None,
         capture: bool | None = False,
         release: bool = False,
@@ -244,7 +246,9 @@ class StepEngine:
         profile: str | None = None,
         shard: tuple[int, int] | None = None,
     ) -> None:
-        self._layout, self._device, self._profile = LAYOUTS[layout], device, profile
+        self._layout, self._device, self._profile = LAYOUTS[layout], find(device), profile
+        # State on the host is updated there: a device would copy all of it in and out.
+        self._update_device = find("cpu") if self._device.on_host else self._device
         self.sessions = list[EngineSession]()
         self.spec = require_spec(artifacts, self._layout.batch_model)
         role = self._layout.update_model if update else None
@@ -261,10 +265,10 @@ class StepEngine:
                 optimizer = self._shard(artifacts, optimizer, *shard)
         self.control_spec = optimizer or (artifacts.manifest.model("scalars") if groups else None)
         """The model that reads learning rate and step at an update, if there is one."""
-        self._allocate(artifacts, groups, update=update, release=release and device == "cpu")
+        self._allocate(artifacts, groups, update=update, release=release)
         self._pool = SleepingPool(self._update_threads(groups, threads))
         session = self._open_batch_session(artifacts, threads, capture)
-        self._scalars = Scalars(artifacts, self.control_spec, device) if groups else None
+        self._scalars = Scalars(artifacts, self.control_spec, self._device) if groups else None
         if optimizer is not None:
             self._updates = self._bind_optimizer(optimizer)
         else:
@@ -343,7 +347,7 @@ class StepEngine:
             rest=self._pool.helpers > 0,
             profile=self._profile,
         )
-        self.sessions.append(EngineSession(self.spec, source, session))
+        self.sessions.append(EngineSession(self.spec, source, session, self._device))
         self._reopen = None
         if not capture:
             self._reopen = functools.cache(
@@ -377,9 +381,11 @@ class StepEngine:
     ) -> Any:
         # One thread: a second pool that spins on the same cores costs more than an update gains.
         session = runtime.create(
-            source, device=self._device, threads=1, profile=self._profile, **options
+            source, device=self._update_device, threads=1, profile=self._profile, **options
         )
-        self.sessions.append(EngineSession(spec, source, session, runs_per_step))
+        self.sessions.append(
+            EngineSession(spec, source, session, self._update_device, runs_per_step)
+        )
         return session
 
     def _bind_optimizer(self, spec: ModelSpec) -> list[list[Piece]]:
@@ -397,7 +403,7 @@ class StepEngine:
         updates = []
         for bank in self._banks:
             inputs = values | {n: bank[accumulators[n]] for n in names}
-            call = BoundSession(session, spec, inputs, outputs, self._device)
+            call = BoundSession(session, spec, inputs, outputs, self._update_device)
             updates.append([Piece(call, self._values.copies_from(spare, copied))])
         return updates
 
@@ -476,7 +482,7 @@ class StepEngine:
         inputs = {key: as_ort_value(vector) for key, vector in vectors.items()} | scalars
         targets = inputs | {key: as_ort_value(result) for key, result in results.items()}
         outputs = {t.name: targets[t.feeds or ""] for t in group.spec.outputs}
-        call = BoundSession(session, group.spec, inputs, outputs, self._device, graph_id)
+        call = BoundSession(session, group.spec, inputs, outputs, self._update_device, graph_id)
         return Piece(call, [(vectors[key], result) for key, result in results.items()])
 
     def compute(self, feeds: Arrays) -> dict[str, np.ndarray]:
@@ -620,11 +626,11 @@ class Scalars:
         device: where the updates read the results.
     """
 
-    def __init__(self, artifacts: Artifacts, spec: ModelSpec | None, device: str) -> None:
+    def __init__(self, artifacts: Artifacts, spec: ModelSpec | None, device: Device) -> None:
         outputs = () if spec is None else spec.outputs
         self._arrays = {t.name: np.array(_zeros(t.shape, t.dtype)) for t in outputs}
         host = {n: ort_value(a) for n, a in self._arrays.items()}
-        self._on_device = device != "cpu"
+        self._on_device = not device.on_host
         self.values = host
         """The results as OrtValues, which :meth:`compute` writes in place."""
         if self._on_device:

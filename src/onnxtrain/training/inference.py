@@ -22,6 +22,7 @@ from onnxtrain.graph.io import save as save_model
 from onnxtrain.lowering.lower import lower
 from onnxtrain.manifest import Manifest
 from onnxtrain.runtime import session as runtime
+from onnxtrain.runtime.devices import Device, import_onnxruntime
 from onnxtrain.runtime.feeds import to_array
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Predictor:
     constants. Such weights stay initializers, and a change of them creates a new session.
     """
 
-    def __init__(self, artifacts: Artifacts, *, device: str, threads: int | None) -> None:
+    def __init__(self, artifacts: Artifacts, *, device: str | Device, threads: int | None) -> None:
         spec = artifacts.manifest.model("infer")
         if spec is None:
             raise CheckpointError("these artifacts have no infer model\nhint: build them again")
@@ -126,7 +127,7 @@ def fold_constants(model: onnx.ModelProto | ir.Model) -> onnx.ModelProto:
             "cannot fold a model with external weights\n"
             f"hint: export without {by_caller('fold', '--fold')}"
         )
-    ort = runtime.import_onnxruntime()
+    ort = import_onnxruntime()
     with tempfile.TemporaryDirectory() as folder:
         options = ort.SessionOptions()
         options.log_severity_level = 4

@@ -182,6 +182,10 @@ class StepProfile:
         trace = {"traceEvents": list(self.events), "displayTimeUnit": "ms"}
         write_text(Path(path), json.dumps(trace))
 
+    @property
+    def _on_cuda(self) -> bool:
+        return self.device.partition(":")[0] == "cuda"
+
     def __rich__(self) -> Group:
         """Return the report for :mod:`rich`."""
         lines = [
@@ -190,9 +194,9 @@ class StepProfile:
         ]
         if self.captured:
             lines.append("captured as a CUDA graph; the profile is of steps without capture")
-        elif self.device != "cpu":
+        elif self._on_cuda:
             lines.append(f"not captured as a CUDA graph: {self.capture_obstacle}")
-        if self.device != "cpu" and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1":
+        if self._on_cuda and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1":
             lines.append("times are of kernel launches; set CUDA_LAUNCH_BLOCKING=1 to time kernels")
         if self.device != "cpu":
             lines.append(f"nodes that fall back to the CPU: {len(self.fallbacks)}")
@@ -253,7 +257,7 @@ def profile_steps(trainer: Trainer, batch: Any, *, steps: int = 10) -> StepProfi
         engine = StepEngine(
             trainer.artifacts,
             trainer.layout,
-            device=trainer.device,
+            device=trainer.device_entry,
             threads=trainer.threads,
             capture=False,
             profile=os.path.join(folder, "session"),
@@ -389,7 +393,7 @@ def _measured_memory(device: str) -> dict[str, int]:
         unit = 1 if sys.platform == "darwin" else 1024
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         sizes["peak resident memory of the process"] = peak
-    library = cuda_library() if device != "cpu" else None
+    library = cuda_library() if device.startswith("cuda") else None
     if library is not None:
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         if not library.cudaMemGetInfo(ctypes.byref(free), ctypes.byref(total)):

@@ -17,7 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
@@ -40,9 +40,9 @@ from onnxtrain.manifest import ModelSpec, TensorSpec
 from onnxtrain.optim.schedules import ScheduleLike
 from onnxtrain.options import from_arguments
 from onnxtrain.runtime import session as runtime
+from onnxtrain.runtime.devices import Device, check, find
 from onnxtrain.runtime.feeds import Feeder, feed, numpy_dtype, to_array
 from onnxtrain.runtime.ort_values import CONTROL, ort_value
-from onnxtrain.targets import TARGETS
 from onnxtrain.training import inference
 from onnxtrain.training.callbacks import Callback, Record
 from onnxtrain.training.checks import (
@@ -73,6 +73,7 @@ from onnxtrain.training.metrics import Metrics, MetricsLike
 from onnxtrain.training.profiler import StepProfile, profile_steps
 from onnxtrain.training.progress import Display
 from onnxtrain.training.results import Outputs, Parameters, StepResult
+from onnxtrain.training.verify import FirstSteps
 
 logger = logging.getLogger(__name__)
 
@@ -125,8 +126,9 @@ class Trainer(SummaryRepr):
 
     Args:
         artifacts: the result of :func:`onnxtrain.build`, or a directory.
-        device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``; in a distributed run, ``"cuda"`` is the GPU
-            of ``LOCAL_RANK``.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"openvino"``, ``"webgpu"`` or another name of
+            the page "Devices", or the name of an execution provider of onnxruntime. In a
+            distributed run, ``"cuda"`` is the GPU of ``LOCAL_RANK``.
         layout: how a step runs. ``"fused"``: one model computes new parameters and state.
             ``"separate"``: one model accumulates gradients, a second one updates. ``"vector"``: one
             model computes gradients, and updates run over vectors of many parameters. ``"auto"``
@@ -141,44 +143,70 @@ class Trainer(SummaryRepr):
         shard_state: in a distributed run, each worker holds and updates only its part of the
             optimizer state (ZeRO stage 1), with the same results. Then all workers must call
             :meth:`save` together.
+        provider_options: options of the execution provider, besides the defaults of the device.
+        allow_cpu_fallback: accept that most nodes of a model run on the CPU, which is an error
+            otherwise.
+        verify: run the first two steps on the CPU as well, and raise an error that names the first
+            node whose values differ. By default on devices that are marked untested.
     """
 
     replay: ReplayBuffer | None = None
     """Rows of earlier data; checkpoints contain them."""
+    # Created when they are first used.
+    _eval_session: Any = None
+    _predictor: inference.Predictor | None = None
+    _gradient_engine: StepEngine | None = None
+    _graph_digests: dict[str, str] | None = None
+    # Of the last batch: rows of this worker and of all.
+    _share: tuple[float, float] = (1, 1)
+    # Of the gradients: the factor of this worker in the sum over workers, and their norm.
+    _factor = 1.0
+    _norm: float | None = None
+    _equal_steps = 0
+    _wait_for_sums: Callable[[], None] | None = None
+    part_outputs: Mapping[str, np.ndarray] = MappingProxyType({})
+    """Results of this worker's part of the last batch."""
 
     def __init__(
         self,
         artifacts: Artifacts | str | os.PathLike[str],
         *,
-        device: str = "cpu",
+        device: str | Device = "cpu",
         layout: str = "auto",
         seed: int = 0,
         threads: int | None = None,
         capture: bool | None = None,
         distributed: str | bool | None = None,
         shard_state: bool = False,
+        provider_options: Mapping[str, Any] | None = None,
+        allow_cpu_fallback: bool = False,
+        verify: bool | None = None,
     ) -> None:
         loaded = not isinstance(artifacts, Artifacts)
         if not isinstance(artifacts, Artifacts):
             artifacts = Artifacts.load(artifacts)
-        runtime.check_device(device)
-        self.workers = join(distributed, device)
+        entry = find(device, provider_options, allow_cpu_fallback=allow_cpu_fallback)
+        check(entry)
+        self.workers = join(distributed, str(entry))
         """The workers of a distributed run; ``None`` if the trainer trains alone."""
         if self.workers is not None:
-            device = self.workers.device
-            threads = self.workers.threads if threads is None and device == "cpu" else threads
+            entry = dataclasses.replace(entry, index=find(self.workers.device).index)
+            threads = self.workers.threads if threads is None and entry.on_host else threads
+            verify = False
         # One worker has nobody to communicate with.
         self._peers = self.workers if self.workers and self.workers.size > 1 else None
         shard_state = shard_state and self._peers is not None
         if shard_state and layout == "auto":
             layout = "separate"
-        self.layout = resolve_layout(artifacts, layout, device, distributed=self._peers is not None)
+        self.layout = resolve_layout(artifacts, layout, entry, distributed=self._peers is not None)
         """Name of the layout that runs: ``"fused"``, ``"separate"`` or ``"vector"``."""
         if not 0 <= seed < SEED_LIMIT:
             raise OnnxTrainError(f"seed must be in [0, {SEED_LIMIT}), got {seed}")
         self.in_use = ThreadGuard()
         self.artifacts, self.manifest = artifacts, artifacts.manifest
-        self.device, self.threads, self.seed = device, threads, seed
+        self.device, self.threads, self.seed = str(entry), threads, seed
+        self.device_entry = entry
+        """The entry of :mod:`onnxtrain.runtime.devices`, with the options of this trainer."""
         self.lr = self.manifest.optimizer.get("lr")
         self.global_step = 0
         self.properties: dict[str, int | float | str] = {}
@@ -191,33 +219,23 @@ class Trainer(SummaryRepr):
         self._engine = StepEngine(
             artifacts,
             self.layout,
-            device=device,
+            device=entry,
             threads=threads,
             capture=capture,
-            release=loaded,
+            release=loaded and entry.on_host,
             shard=(self.workers.rank, self.workers.size) if self.workers and shard_state else None,
         )
         if self.workers is None or self.workers.main:
             self._warn_target_mismatch()
-        if loaded and device == "cpu":  # the engine's copy of the values is the only one
+        if loaded and entry.on_host:  # the engine's copy of the values is the only one
             self.artifacts = artifacts.with_arrays(self._engine.view_or_zeros)
         self.batch_specs = self._engine.spec.inputs_of("input", "target")
         self._feed = Feeder(self.batch_specs)
         self._control_specs: dict[str, list[TensorSpec]] = {}
         self._outputs = Outputs(self._engine.spec)
         self.loss_name, self.metric_names = self._outputs.loss, self._outputs.metrics
-        # Created when they are first used.
-        self._eval_session: Any = None
-        self._predictor: inference.Predictor | None = None
-        self._gradient_engine: StepEngine | None = None
-        self._graph_digests: dict[str, str] | None = None
-        # Of the last batch: rows of this worker and of all.
-        self._share: tuple[float, float] = (1, 1)
-        # Of the gradients: the factor of this worker in the sum over workers, and their norm.
-        self._factor, self._norm, self._equal_steps = 1.0, None, 0
-        self._wait_for_sums: Callable[[], None] | None = None
-        self.part_outputs: dict[str, np.ndarray] = {}
-        """Results of this worker's part of the last batch."""
+        verify = not entry.tested if verify is None else verify
+        self._first_steps = FirstSteps(self) if verify else None
         if self.workers is not None:
             self._meet(self.workers)
 
@@ -261,17 +279,16 @@ class Trainer(SummaryRepr):
         )
 
     def _warn_target_mismatch(self) -> None:
-        """Warn if a GPU runs a model that was built for another target.
+        """Warn if a device runs a model that was built for another target.
 
-        The values are the same, but nodes may fall back to the CPU or be slow on a GPU.
+        The values are the same, but nodes may fall back to the CPU or be slow on the device.
         """
-        spec, kind = self._engine.spec, runtime.split_device(self.device)[0]
-        target = TARGETS.get(kind)
-        if target is None or not target.gpu or spec.is_for(kind):
+        spec, target = self._engine.spec, self.device_entry.target
+        if self.device_entry.is_cpu or spec.is_for(target):
             return
         message = (
             f"these artifacts were built for target {spec.target!r} and run on {self.device!r}; "
-            f'build(..., target="{kind}") is faster there'
+            f'build(..., target="{target}") is faster there'
         )
         logger.warning("%s", message)
         warnings.warn(message, stacklevel=3)
@@ -309,6 +326,20 @@ class Trainer(SummaryRepr):
     def capture_obstacle(self) -> str | None:
         """Why steps are not captured as a CUDA graph; ``None`` if they are."""
         return self._engine.capture_obstacle
+
+    def placement(self, **sizes: int) -> dict[str, runtime.Placement]:
+        """Return where the nodes of each model of a step run, and what is copied between devices.
+
+        Parameters and optimizer state of devices without memory of their own are on the CPU, and
+        so are the update models.
+
+        Args:
+            **sizes: values of symbolic sizes, such as ``batch=32``, to count the bytes of copies.
+        """
+        return {
+            entry.spec.role: runtime.placement(entry.source, device=entry.device, sizes=sizes)
+            for entry in self._engine.sessions
+        }
 
     @property
     def step_models(self) -> tuple[bytes | str, ...]:
@@ -411,10 +442,15 @@ class Trainer(SummaryRepr):
     def _compute(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         self._check_batch_size(feeds)
         control = self._control(self._engine.spec, self.global_step + 1, batch=self._accumulated)
+        if self._first_steps is not None and not self._accumulated:
+            self._first_steps.start()
         try:
-            return self._engine.compute({**feeds, **control})
+            outputs = self._engine.compute({**feeds, **control})
         except OnnxTrainError as error:
             raise explain_label_error(self, error, feeds) from error
+        if self._first_steps is not None:
+            self._first_steps.compute(feeds, control, outputs)
+        return outputs
 
     @exclusive
     def commit(self, outputs: Mapping[str, np.ndarray]) -> StepResult:
@@ -427,6 +463,8 @@ class Trainer(SummaryRepr):
             self._engine.commit()
         else:
             self._engine.skip()
+        if self._first_steps is not None:
+            self._first_steps.commit()
         self._accumulated += 1
         updated = self._accumulated >= self.manifest.accumulate
         if updated:
@@ -490,6 +528,8 @@ class Trainer(SummaryRepr):
         if spec is not None:
             control = self._control(spec, number, grad_scale=scale)
         self._engine.update_parameters(control)
+        if self._first_steps is not None and self._first_steps.update(control):
+            self._first_steps = None
         if workers is not None:
             for rank, names in enumerate(self._engine.owners):
                 workers.copy_from(rank, [self._engine.bytes_of(names)] if names else [])
@@ -563,7 +603,11 @@ class Trainer(SummaryRepr):
         """Return the gradients of one batch by parameter name; nothing is updated."""
         if self._gradient_engine is None:
             self._gradient_engine = StepEngine(
-                self.artifacts, "separate", device=self.device, threads=self.threads, update=False
+                self.artifacts,
+                "separate",
+                device=self.device_entry,
+                threads=self.threads,
+                update=False,
             )
         engine = self._gradient_engine
         scaler = [t.name for t in engine.spec.inputs_of("state")]
@@ -597,20 +641,20 @@ class Trainer(SummaryRepr):
         spec = require_spec(self.artifacts, "eval")
         if self._eval_session is None:
             self._eval_session = runtime.create(
-                self.artifacts.source("eval"), device=self.device, threads=self.threads
+                self.artifacts.source("eval"), device=self.device_entry, threads=self.threads
             )
         feeds = feed(spec.inputs_of("input", "target"), batch, named)
         feeds.update(self._control(spec, 0))
         outputs = Outputs(spec)
         weights = [t.name for t in spec.inputs_of("parameter", "buffer")]
-        if self.device == "cpu":
+        if self.device_entry.on_host:
             feeds.update({n: self._engine.view(n) for n in weights})
             try:
                 arrays = runtime.run(self._eval_session, outputs.names, feeds)
             except OnnxTrainError as error:
                 raise explain_label_error(self, error, feeds) from error
         else:  # weights are read where they are, on the device
-            values = {n: ort_value(a, self.device) for n, a in feeds.items()}
+            values = {n: ort_value(a, self.device_entry) for n, a in feeds.items()}
             values.update({n: self._engine.value(n) for n in weights})
             results = runtime.run_values(self._eval_session, outputs.names, values)
             arrays = [np.array(r.numpy()) for r in results]
@@ -757,7 +801,7 @@ class Trainer(SummaryRepr):
         """
         if self._predictor is None:
             self._predictor = inference.Predictor(
-                self.artifacts, device=self.device, threads=self.threads
+                self.artifacts, device=self.device_entry, threads=self.threads
             )
         specs = self._predictor.spec.inputs
         if len(positional) == 1 and is_table(positional[0]):

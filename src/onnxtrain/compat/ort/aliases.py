@@ -18,7 +18,7 @@ from typing import Any
 
 from onnxtrain.compat.ort import agent, training_session
 from onnxtrain.errors import CompatError
-from onnxtrain.runtime.session import import_onnxruntime
+from onnxtrain.runtime.devices import import_onnxruntime
 
 _PACKAGE = "onnxtrain.compat.ort"
 _ALIAS = "onnxruntime.training"

@@ -25,7 +25,9 @@ from onnxtrain.compat.ort.models import (
 from onnxtrain.compat.ort.state import Store, to_array
 from onnxtrain.manifest import Manifest, ModelSpec, TensorSpec
 from onnxtrain.optim import Constant, Linear, Warmup
+from onnxtrain.runtime import devices
 from onnxtrain.runtime import session as runtime
+from onnxtrain.runtime.devices import import_onnxruntime
 
 
 class Parameter:
@@ -191,17 +193,13 @@ class Device:
     """A device, given by name: ``cpu``, ``cuda`` or ``cuda:1``."""
 
     def __init__(self, name: str) -> None:
-        self.kind, _, number = name.partition(":")
-        self.number = int(number or 0)
         with as_ort_errors():
-            runtime.check_device(self.kind)
+            self.entry = devices.check(name)
 
     def value(self, array: np.ndarray) -> Any:
         """Return an OrtValue with a copy of the array on this device."""
         array = np.ascontiguousarray(array).reshape(array.shape)
-        return runtime.import_onnxruntime().OrtValue.ortvalue_from_numpy(
-            array, self.kind, self.number
-        )
+        return import_onnxruntime().OrtValue.ortvalue_from_numpy(array, *self.entry.memory)
 
 
 class Model:
@@ -213,9 +211,7 @@ class Model:
         self.device = device
         self.path = source if isinstance(source, bytes) else os.fspath(source)
         with as_ort_errors():
-            self.session = runtime.create(
-                self.path, device=f"{device.kind}:{device.number}", options=options
-            )
+            self.session = runtime.create(self.path, device=device.entry, options=options)
             self.manifest = _manifest(self.session, str(source)[:200])
         spec = self.manifest.model(role)
         if spec is None:

@@ -39,7 +39,7 @@ from onnxtrain.modes import running_statistics
 from onnxtrain.modes.randomness import portable_dropout
 from onnxtrain.optim import Optimizer
 from onnxtrain.optim.optimizer import Clip
-from onnxtrain.runtime.session import import_onnxruntime
+from onnxtrain.runtime.devices import import_onnxruntime
 
 
 def evaluation_model(

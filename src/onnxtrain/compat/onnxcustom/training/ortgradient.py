@@ -29,6 +29,7 @@ from onnxtrain.compat.ort.graph_builder import (
     OrtModuleGraphBuilderConfiguration,
 )
 from onnxtrain.errors import CompatError, expected_one_of
+from onnxtrain.runtime import devices
 from onnxtrain.runtime import session as runtime
 
 _PROVIDERS = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
@@ -113,7 +114,7 @@ class OrtGradientForwardBackward:
         self._log("weights_to_train=%r", self.weights_to_train)
         self._log("providers=%r", self.providers)
         device = _PROVIDERS[self.providers[0]]
-        runtime.check_device(device)
+        devices.check(device)
         model = onnx.ModelProto()
         model.CopyFrom(self.onnx_model)
         outputs = {y.name: y for y in self.onnx_model.graph.output}

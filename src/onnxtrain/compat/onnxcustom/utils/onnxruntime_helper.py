@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 
 from onnxtrain.compat.ort.state import own_value
+from onnxtrain.runtime import devices
 from onnxtrain.runtime import session as runtime
 
 _SMALL = 1 << 22  # bytes
@@ -70,7 +71,7 @@ def device_to_providers(device: Any) -> list[str]:
 def runtime_device(device: Any) -> str:
     """Return ``"cpu"`` or ``"cuda"``; raise if this installation lacks it."""
     kind = ort_device_to_string(device).partition(":")[0].replace("gpu", "cuda")
-    runtime.check_device(kind)
+    devices.check(kind)
     return kind
 
 
