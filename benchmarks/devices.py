@@ -130,7 +130,7 @@ def resident(folder: Path, device: Any, *, capture: bool) -> dict[str, Any]:
     wide = {"lr": 1e-3, "step": 1}
     inputs = {}
     for t in spec.inputs:
-        array = start.get(t.name, np.array([wide.get(t.role, 0)]))
+        array = start.get(t.name, np.full([int(d) for d in t.shape], wide.get(t.role, 0)))
         dtype = {"tensor(int32)": np.int32, "tensor(int64)": np.int64}.get(
             kinds[t.name], np.float32
         )
@@ -179,10 +179,19 @@ def _attempt(function: Any, *arguments: Any, **named: Any) -> Any:
         return {"error": f"{type(error).__name__}: {str(error)[:400]}"}
 
 
-def measure(folder: Path, name: str, *, tensors: bool) -> dict[str, Any]:
-    """Return the results of all nets on a device."""
+def measure(folder: Path, name: str, path: Path, *, tensors: bool) -> None:
+    """Write the results of all nets on a device, after each net."""
     device = check(find(name))
     nets: dict[str, Any] = {}
+    results = {
+        "device": str(device),
+        "provider": device.provider,
+        "onnxtrain": onnxtrain.__version__,
+        "onnxruntime": import_onnxruntime().__version__,
+        "machine": f"{platform.system()} {platform.machine()}",
+        "date": datetime.date.today().isoformat(),
+        "nets": nets,
+    }
     for net in sorted(p.parent.name for p in folder.glob("*/batch.npz")):
         nets[net] = _attempt(compare, folder / net, device)
         if tensors:
@@ -194,15 +203,7 @@ def measure(folder: Path, name: str, *, tensors: bool) -> dict[str, Any]:
                     result["difference"] = float(f"{np.max(np.abs(losses / expected - 1)):.1e}")
                 nets[net]["captured tensors" if capture else "tensors"] = result
         print(net, json.dumps(nets[net]), flush=True)
-    return {
-        "device": str(device),
-        "provider": device.provider,
-        "onnxtrain": onnxtrain.__version__,
-        "onnxruntime": import_onnxruntime().__version__,
-        "machine": f"{platform.system()} {platform.machine()}",
-        "date": datetime.date.today().isoformat(),
-        "nets": nets,
-    }
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -213,15 +214,13 @@ def main() -> None:
     parser.add_argument("--targets", default=",".join(("cpu", "openvino", "webgpu", "cuda")))
     parser.add_argument("--device", default="openvino", help=f"one of {', '.join(DEVICES)}")
     parser.add_argument("--tensors", action="store_true", help="time state in device tensors")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, default=Path("devices.json"))
     options = parser.parse_args()
     if options.command == "nets":
         names = [n for n in options.nets.split(",") if n]
         build_nets(options.folder, names, options.targets.split(","))
         return
-    results = measure(options.folder, options.device, tensors=options.tensors)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    measure(options.folder, options.device, options.json, tensors=options.tensors)
 
 
 if __name__ == "__main__":
