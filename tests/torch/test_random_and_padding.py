@@ -11,7 +11,7 @@ from torch import nn
 
 import onnxtrain
 from onnxtrain import optim
-from onnxtrain.torch import TrainableModule, from_torch, last_report
+from onnxtrain.torch import TrainableModule, exporters, from_torch, last_report
 from onnxtrain.torch.exporters import ExportError
 
 
@@ -69,6 +69,16 @@ def test_the_padding_row_of_an_embedding_does_not_train() -> None:
     assert grad is not None
     np.testing.assert_array_equal(grad[0].numpy(), 0)
     assert grad[1].abs().sum() > 0
+
+
+def test_the_padding_row_in_an_export_of_the_legacy_exporter(monkeypatch) -> None:
+    monkeypatch.setattr(exporters, "dynamo", None)
+    module = nn.Sequential(nn.Embedding(5, 3, padding_idx=0), nn.GELU())
+    wrapped = TrainableModule(module)
+    ids, (table,) = torch.tensor([[0, 1], [0, 2]]), module.parameters()
+    gradients = [torch.autograd.grad(m(ids).sum(), table)[0] for m in (wrapped, module)]
+    torch.testing.assert_close(*gradients)
+    assert not gradients[0][0].any()
 
 
 @pytest.mark.parametrize("option", ["max_norm", "scale_grad_by_freq"])

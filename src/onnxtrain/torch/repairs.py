@@ -208,6 +208,7 @@ def block_padding_gradients(model: ir.Model, paddings: Mapping[str, Sequence[int
             y, ids = node.outputs[0], node.inputs[1]
             readers, outputs = list(y.uses()), y.is_graph_output()
             assert ids is not None
+            y.type = y.type or table.type  # the legacy exporter leaves out types
             after = OpBuilder(model.graph, parent=op, before=_next(node))
             chosen = after.Unsqueeze(after.Equal(ids, after.const(index, ids.dtype)), [-1])
             result = after.Where(chosen, after.stop_gradient(y), y)
