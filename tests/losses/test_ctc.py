@@ -83,6 +83,17 @@ def forward(logp, labels, length, blank=0):
     return -torch.logsumexp(torch.stack(last), 0)
 
 
+def test_batch_first() -> None:
+    x, *targets = draw(9, 3, 5, 4)
+    oracle = through_softmax("mean")
+    compare(
+        *(L.CTC(batch_first=True), lambda x, *rest: oracle(x.transpose(0, 1), *rest)),
+        *([x.transpose(1, 0, 2)], targets),
+    )
+    with pytest.raises(ShapeError, match=r"\[T, N, C\], or with batch_first=True \[N, T, C\]"):
+        loss_model(L.CTC(), [x[0]], targets)
+
+
 @pytest.mark.parametrize("blank", [0, 4, 2])
 def test_values_are_torchs(blank: int) -> None:
     x, *targets = draw(14, 5, 5, 5, blank)

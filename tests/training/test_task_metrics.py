@@ -189,6 +189,11 @@ def test_error_rates_of_ctc() -> None:
         metric.update(outputs, targets)
     assert cer.compute() == pytest.approx(1 / 7)
     assert wer.compute() == pytest.approx(1 / 4)
+    swapped = CharErrorRate(batch_first=True)
+    swapped.update({"y": outputs["y"].transpose(1, 0, 2)}, targets)
+    assert swapped.compute() == cer.compute()
+    with pytest.raises(ShapeError, match=r"7 sequences .* 2 in .*\n.*Rate\(batch_first=False\)"):
+        swapped.update(outputs, targets)
     with pytest.raises(PrepareError, match="pass separator="):
         WordErrorRate().update(outputs, targets)
     with pytest.raises(PrepareError, match="targets of the loss 'ctc'"):

@@ -39,11 +39,13 @@ class CTC(Loss):
     Args:
         blank: class index of the blank.
         zero_infinity: replace infinite losses by 0.
+        batch_first: the prediction is [N, T, C].
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
     """
 
     blank: int = 0
     zero_infinity: bool = False
+    batch_first: bool = False
 
     reads = Reads.LOG_PROBABILITIES
 
@@ -53,17 +55,26 @@ class CTC(Loss):
 
     def targets(self, prediction: ir.Value) -> list[TargetSpec]:
         """Return the labels and the lengths."""
-        check_rank(self, prediction, (3,), "log-probabilities [T, N, C]")
-        _, batch, _ = S.dims_of(prediction) or (None,) * 3
+        self._check_rank(prediction)
+        times, batch, _ = S.dims_of(prediction) or (None,) * 3
+        batch = times if self.batch_first else batch
         return [
             TargetSpec("labels", INT64, (batch, "label_length")),
             TargetSpec("input_lengths", INT64, (batch,)),
             TargetSpec("target_lengths", INT64, (batch,)),
         ]
 
+    def _check_rank(self, prediction: ir.Value) -> None:
+        layout = (
+            "[N, T, C]" if self.batch_first else "[T, N, C], or with batch_first=True [N, T, C]"
+        )
+        check_rank(self, prediction, (3,), f"log-probabilities {other}[N, T, C]")
+
     def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit the loss."""
-        check_rank(self, prediction, (3,), "log-probabilities [T, N, C]")
+        self._check_rank(prediction)
+        if self.batch_first:
+            prediction = op.Transpose(prediction, perm=[1, 0, 2])
         labels, input_lengths, target_lengths = (op.cast(t, INT64) for t in targets)
         if op.rank(labels) != 2:
             raise ShapeError(

@@ -569,8 +569,8 @@ class DiceScore(MeanIoU):
 class CharErrorRate:
     """Insertions, deletions and substitutions per label of the reference.
 
-    It decodes the output of a model with the loss ``ctc``, ``[T, N, C]``, by the best class of each
-    time step. :meth:`update` also takes two lists of texts.
+    It decodes the output of a model with the loss ``ctc`` by the best class of each time step.
+    :meth:`update` also takes two lists of texts.
 
     >>> metric = CharErrorRate()
     >>> metric.update(["kitten"], ["sitting"])
@@ -579,10 +579,11 @@ class CharErrorRate:
 
     Args:
         blank: class of the blank.
+        batch_first: the output is ``[N, T, C]``, not ``[T, N, C]``, as for the loss.
     """
 
-    def __init__(self, blank: int = 0) -> None:
-        self.blank = blank
+    def __init__(self, blank: int = 0, *, batch_first: bool = False) -> None:
+        self.blank, self.batch_first = blank, batch_first
         self.reset()
 
     def reset(self) -> None:
@@ -613,7 +614,14 @@ class CharErrorRate:
                 "it reads one output [T, N, C] and the targets of the loss 'ctc'\n"
                 "hint: decode yourself: metrics={'cer': lambda targets, predictions: ...}"
             )
-        best = scores[0].argmax(-1).T
+        best = scores[0].argmax(-1)
+        best = best if self.batch_first else best.T
+        if len(best) != len(targets["labels"]):
+            raise ShapeError(
+                f"{len(best)} sequences in the output {list(scores[0].shape)} and "
+                f"{len(targets['labels'])} in the labels\nhint: "
+                f"{type(self).__name__}(batch_first={not self.batch_first})"
+            )
         paths = [row[:n] for row, n in zip(best, targets["input_lengths"], strict=True)]
         merged = [path[np.append(True, path[1:] != path[:-1])[: len(path)]] for path in paths]
         pairs = zip(targets["labels"], targets["target_lengths"], strict=True)
@@ -631,10 +639,13 @@ class WordErrorRate(CharErrorRate):
     Args:
         separator: class of the label between words, for the loss ``ctc``; texts have spaces.
         blank: class of the blank.
+        batch_first: the output is ``[N, T, C]``, not ``[T, N, C]``, as for the loss.
     """
 
-    def __init__(self, separator: int | None = None, blank: int = 0) -> None:
-        super().__init__(blank)
+    def __init__(
+        self, separator: int | None = None, blank: int = 0, *, batch_first: bool = False
+    ) -> None:
+        super().__init__(blank, batch_first=batch_first)
         self.separator = separator
 
     def tokens(self, sequence: Any) -> list[Any]:

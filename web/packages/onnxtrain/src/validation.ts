@@ -7,7 +7,7 @@ import { type Manifest, type ModelSpec, ofRole, type TensorSpec } from "./manife
 import type { FitOptions } from "./trainer.js";
 
 /** Losses whose labels are class indices. */
-const CLASSES = ["cross_entropy", "nll", "multi_margin"];
+const CLASSES = ["cross_entropy", "nll", "multi_margin", "focal", "dice"];
 /** Default `ignore_index` of these losses. */
 const IGNORE_INDEX = -100n;
 
