@@ -65,9 +65,7 @@ class CTC(Loss):
         ]
 
     def _check_rank(self, prediction: ir.Value) -> None:
-        layout = (
-            "[N, T, C]" if self.batch_first else "[T, N, C], or with batch_first=True [N, T, C]"
-        )
+        other = "" if self.batch_first else "[T, N, C], or with batch_first=True "
         check_rank(self, prediction, (3,), f"log-probabilities {other}[N, T, C]")
 
     def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
