@@ -321,3 +321,21 @@ def test_too_large_to_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onnxtrain.torch.onnx_module.ir.to_proto", too_large)
     with pytest.raises(UncopiableError, match="state_dict"):
         copy.deepcopy(module)
+
+
+def test_statistics_in_a_body_cannot_be_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[N, 2] x, bool c) => (float[N, 2] y)
+          <float[2] s = {1, 2}, float[2] b = {0, 1}, float[2] m = {0, 0}, float[2] v = {1, 1}> {
+          y = If (c) <
+            then_branch = t () => (float[N, 2] z) {
+              [norm] z, rm, rv = BatchNormalization <training_mode = 1> (x, s, b, m, v)
+            },
+            else_branch = e () => (float[N, 2] w) { w = Mul (x, s) }>
+        }"""
+    )
+    module = as_module(model, threads=1, sync_batch_norm=True)
+    monkeypatch.setattr("onnxtrain.torch.onnx_module.has_peers", lambda: True)
+    with pytest.raises(OnnxTrainError, match=r"is in the body of another node(.|\n)*hint:"):
+        module(torch.randn(4, 2), torch.tensor(True))
