@@ -152,3 +152,11 @@ class Exponential(Autoencoder):
 def test_other_random_numbers_are_named() -> None:
     with pytest.raises(ExportError, match=r"draws random numbers \(exponential_\).*\nhint: draw"):
         from_torch(Exponential(), torch.rand(4, 8))
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "mean"}, {"mode": "sum", "padding_idx": 2}])
+def test_embedding_bags_that_onnxruntime_does_not_run_are_refused(options: dict) -> None:
+    """Exports of the mean crashed onnxruntime; those with ``padding_idx`` ignored it."""
+    module = nn.Sequential(nn.EmbeddingBag(5, 3, **options), nn.Linear(3, 2))
+    with pytest.raises(ExportError, match=r"(?s)EmbeddingBag uses .*hint: nn\.Embedding, then"):
+        from_torch(module, (torch.ones(2, 4, dtype=torch.long),))

@@ -479,6 +479,19 @@ def test_step_with_nan_changes_nothing(layout: str, optimizer: str, accumulate: 
     same(trainer.state_dict(), plain.state_dict())
 
 
+@pytest.mark.parametrize("layout", ["fused", "separate"])
+def test_step_with_an_infinite_input_and_a_finite_loss_changes_nothing(layout: str) -> None:
+    """tanh hides the infinity from the loss, not from the gradient of the weight before it."""
+    trainer = Trainer(made(), layout=layout)
+    x, y = data(8)
+    x[3, 1] = np.inf
+    before = trainer.state_dict()
+    result = trainer.step(x, y)
+    assert np.isfinite(result.loss) == (not np.isnan(trainer.predict(x)["scores"]).any())
+    assert not result.updated
+    same(before, trainer.state_dict())
+
+
 def test_nan_names_the_row_of_the_data(tmp_path: Path) -> None:
     """Rows are counted in the data as it was given, not in the shuffled batch; CSV has lines."""
     x, labels = data(40)

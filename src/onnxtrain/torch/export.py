@@ -274,6 +274,12 @@ def _embedding_paddings(
             f"cannot export {label}: an embedding uses {' and '.join(sorted(calls.unsupported))}, "
             "which ONNX cannot express\nhint: create the embedding without it"
         )
+    if calls.bags:
+        raise ExportError(
+            f"cannot export {label}: an EmbeddingBag uses {' and '.join(sorted(calls.bags))}, "
+            "which torch exports to nodes that onnxruntime does not run\n"
+            "hint: nn.Embedding, then .mean(1) or .sum(1)"
+        )
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -138,7 +138,8 @@ _EMBEDDINGS: dict[Any, tuple[str, ...]] = {
     ),
     torch.embedding: ("weight", "indices", "padding_idx", "scale_grad_by_freq", "sparse"),
     _F.embedding_bag: (
-        *("indices", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq"),
+        *("indices", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode"),
+        *("sparse", "per_sample_weights", "include_last_offset", "padding_idx"),
     ),
 }
 """Functions that look up rows of a table, with the names of their arguments."""
@@ -164,6 +165,8 @@ class EmbeddingCalls(TorchFunctionMode):
         self.paddings: dict[int, list[int]] = {}
         """``padding_idx`` of each call, -1 for none, by the id of the table."""
         self.unsupported: set[str] = set()
+        self.bags: set[str] = set()
+        """Options of ``embedding_bag`` whose exports crash onnxruntime or ignore them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -172,6 +175,10 @@ class EmbeddingCalls(TorchFunctionMode):
             padding = given.get("padding_idx")
             padding = -1 if padding is None else int(padding)
             self.paddings.setdefault(id(given["weight"]), []).append(padding)
+        if given and func is _F.embedding_bag:
+            mode, padding = given.get("mode", "mean"), given.get("padding_idx")
+            self.bags |= {"mode='mean'"} if mode == "mean" else set()
+            self.bags |= {"padding_idx"} if padding is not None else set()
         self.unsupported.update(n for n in ("max_norm", "scale_grad_by_freq") if given.get(n))
         return func(*args, **kwargs)
 

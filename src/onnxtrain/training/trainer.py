@@ -51,6 +51,7 @@ from onnxtrain.training.checks import (
     Progress,
     check_lr,
     check_origin,
+    first_nonfinite,
     graph_digests,
     is_finite,
 )
@@ -389,21 +390,28 @@ class Trainer(SummaryRepr):
         """Train on one batch, given by position or by name.
 
         If the loss is infinite or NaN, no parameter changes, and ``updated`` is false. With loss
-        scaling, a batch of finite values then halves the scale.
+        scaling, a batch of finite values then halves the scale. The same holds for a finite loss
+        of infinite inputs whose gradient is NaN.
 
         Raises:
             ShapeError: if the batch or a label does not fit the model; nothing changes then.
         """
         feeds = self._feed(batch, named)
         outputs = self.compute(feeds, weight=Batch(dict(feeds)).size)
-        if is_finite(outputs[self.loss_name]):
-            return self.commit(outputs)
         finite = all(map(is_finite, feeds.values()))
+        if is_finite(outputs[self.loss_name]) and (finite or self._can_update()):
+            return self.commit(outputs)
         if self._peers is not None:
             finite = all(self._peers.gather(finite))
         if self.manifest.options.get("loss_scale") and finite:
             return dataclasses.replace(self.commit(outputs), updated=False)
         return self._outputs.result(outputs, self.global_step + 1, updated=False)
+
+    def _can_update(self) -> bool:
+        """Return whether the update of the last :meth:`compute` is finite, or is checked later."""
+        if self._peers is not None or self.manifest.options.get("loss_scale"):
+            return True
+        return first_nonfinite(self.pending_updates()) is None
 
     @exclusive
     def compute(self, feeds: Mapping[str, np.ndarray], weight: float = 1) -> dict[str, np.ndarray]:
