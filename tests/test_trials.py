@@ -288,6 +288,9 @@ def test_a_trainer_of_an_onnx_file(tmp_path: Path) -> None:
     onnx.save(layer(3), tmp_path / "model.onnx")
     hint = hint_of("is an ONNX model, not a dir", lambda: Trainer(str(tmp_path / "model.onnx")))
     assert "onnxtrain.build(path, loss=..., optimizer=...).save(directory)" in hint
+    for other in (layer(3), b"", torch.nn.Linear(2, 2)):
+        hint = hint_of("is not a directory of artifacts", lambda other=other: Trainer(other))
+        assert "onnxtrain.build(model, loss=..., optimizer=...)" in hint
     build(tmp_path / "model.onnx").save(tmp_path / "art")
     assert Trainer(tmp_path / "art").inputs == ["x", "labels"]
 

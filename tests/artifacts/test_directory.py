@@ -98,6 +98,14 @@ def test_prefix(artifacts: Artifacts, tmp_path: Path) -> None:
     assert Trainer(loaded).step(x, labels).loss == Trainer(artifacts).step(x, labels).loss
 
 
+def test_the_current_folder(
+    artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    artifacts.save(".")
+    assert Artifacts.load(".").manifest.parameters == artifacts.manifest.parameters
+
+
 def test_saving_twice_gives_equal_bytes(folder: Path, tmp_path: Path) -> None:
     Artifacts.load(folder).save(tmp_path / "again")
     for path in folder.iterdir():

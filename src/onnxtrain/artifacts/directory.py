@@ -104,6 +104,11 @@ class Artifacts(SummaryRepr):
         Raises:
             CheckpointError: if a file is missing, damaged or of another version.
         """
+        if not isinstance(directory, str | os.PathLike):
+            raise CheckpointError(
+                f"a {type(directory).__name__} is not a directory of artifacts\n"
+                "hint: build them first: onnxtrain.build(model, loss=..., optimizer=...)"
+            )
         folder = Path(directory)
         if folder.suffix == ".onnx" and not folder.is_dir():
             raise CheckpointError(

@@ -370,6 +370,8 @@ class Arrays:
     def _select(self, rows: np.ndarray) -> None:
         self._rows, self.samples = rows, len(rows)
         self._end = self.samples - self.samples % self._size if self._drop_last else self.samples
+        if not self.samples:
+            raise ShapeError("the data has no samples")
         if not self._end:
             raise ShapeError(
                 f"{self.samples} samples are fewer than one batch of {self._size}\n"

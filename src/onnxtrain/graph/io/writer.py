@@ -150,7 +150,7 @@ def _replace(temporary: dict[str, str], guard: bool) -> None:
     for path, written in temporary.items():
         os.replace(written, path)
     if hasattr(os, "O_DIRECTORY"):
-        folder = os.open(os.path.dirname(model), os.O_RDONLY | os.O_DIRECTORY)
+        folder = os.open(os.path.dirname(model) or os.curdir, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
         finally:
