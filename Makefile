@@ -75,6 +75,10 @@ $(HUGGING_FACE)/.ready: pyproject.toml
 hugging-face: $(HUGGING_FACE)/.ready  ## transformers, datasets, TRL, Lightning, wandb and mlflow, in an environment that has them
 	$(HUGGING_FACE)/bin/python -m pytest -n0 -q tests/torch/test_frameworks.py tests/torch/test_hugging_face.py tests/torch/test_trl.py tests/torch/test_trl_preference.py tests/training/test_trackers.py "tests/docs/test_pages.py::test_blocks_run[docs/hugging-face.md]"
 
+.PHONY: openvino
+openvino: $(VENV)/.dev web/node_modules/.package-lock.json  ## training on OpenVINO, with its own onnxruntime under .cache/openvino
+	$(BIN)/python -m pytest -n0 -q tests/openvino
+
 lower-bounds: $(BIN)/python  ## fast tests with the oldest and the newest releases that pyproject.toml allows
 	$(BIN)/python tests/lower_bounds.py .cache/lower-bounds
 

@@ -66,11 +66,13 @@ def _narrow(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float32) if x.dtype == np.float64 else x
 
 
-def train(folder: Path, target: str, device: Any) -> tuple[np.ndarray, float, Trainer]:
+def train(
+    folder: Path, target: str, device: Any, threads: int | None = 1
+) -> tuple[np.ndarray, float, Trainer]:
     """Return the losses of the first steps, the milliseconds of a later one, and the trainer."""
     with np.load(folder / "batch.npz") as file:
         batch = dict(file)
-    trainer = Trainer(Artifacts.load(folder / target), device=device)
+    trainer = Trainer(Artifacts.load(folder / target), device=device, threads=threads)
     losses = np.array([trainer.step(**batch).loss for _ in range(STEPS)])
     times = []
     for _ in range(TIMED):

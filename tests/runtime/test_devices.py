@@ -139,10 +139,11 @@ def test_names_of_devices() -> None:
     assert find("CUDAExecutionProvider") is DEVICES["cuda"]
     assert find("VendorExecutionProvider").provider == "VendorExecutionProvider"
     own = find("openvino", {"device_type": "GPU", "num_streams": 2})
-    assert own.settings(capture=False) == {
+    assert own.settings(threads=3) == {
         "precision": "ACCURACY",
         "device_type": "GPU",
         "num_streams": "2",
+        "num_of_threads": "3",
     }
     assert str(find("cuda:1")) == "cuda:1"
     assert [d.name for d in DEVICES.values()] == list(DEVICES)

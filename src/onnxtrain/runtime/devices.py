@@ -42,6 +42,7 @@ class Device:
         index_option: name of the option that selects one of several devices; empty if there is
             none, and ``name:1`` is refused.
         capture_option: name of the option that captures runs as a graph; empty if there is none.
+        thread_option: name of the option for the number of CPU threads; empty if there is none.
         on_host: whether parameters and state live in memory of the CPU. If the provider has memory
             of its own, onnxruntime copies what a run reads and writes.
         systems: operating systems that have the wheel; empty for all.
@@ -63,6 +64,7 @@ class Device:
     options: tuple[tuple[str, str], ...] = ()
     index_option: str = ""
     capture_option: str = ""
+    thread_option: str = ""
     on_host: bool = True
     systems: tuple[str, ...] = ()
     tested: str = ""
@@ -90,9 +92,11 @@ class Device:
         """Where parameters and state live: onnxruntime's name of the memory, and an index."""
         return ("cpu", 0) if self.on_host else (self.name, self.index or 0)
 
-    def settings(self, *, capture: bool) -> dict[str, str]:
+    def settings(self, *, capture: bool = False, threads: int | None = None) -> dict[str, str]:
         """Return the options of the provider for one session."""
         settings = dict(self.options)
+        if self.thread_option and threads is not None:
+            settings.setdefault(self.thread_option, str(threads))
         if self.index_option:
             settings[self.index_option] = str(self.index or 0)
         if self.capture_option:
@@ -135,6 +139,7 @@ DEVICES: dict[str, Device] = {
             plugin="onnxruntime_ep_openvino:get_library_path",
             # Keep the precision of the model: OpenVINO computes in 16 bits where that is faster.
             options=(("precision", "ACCURACY"),),
+            thread_option="num_of_threads",
             systems=("Linux", "Windows"),
             tested="x86-64 CPU, in CI",
             target_source="probed",
@@ -407,13 +412,20 @@ def check(device: str | Device) -> Device:
     raise MissingExtraError(f"{head}\nhint: {hint}")
 
 
-def open_session(source: bytes | str, options: Any, device: Device, *, capture: bool) -> Any:
+def open_session(
+    source: bytes | str,
+    options: Any,
+    device: Device,
+    *,
+    capture: bool = False,
+    threads: int | None = None,
+) -> Any:
     """Return a session on a device; any exception of onnxruntime passes through.
 
     onnxruntime would otherwise print a warning and fall back to the CPU.
     """
     ort = import_onnxruntime()
-    settings = device.settings(capture=capture)
+    settings = device.settings(capture=capture, threads=threads)
     if device.is_cpu:
         return ort.InferenceSession(source, options, providers=[CPU])
     if device.provider in ort.get_available_providers():

@@ -206,7 +206,9 @@ def create(
     quiet = _without_default_warnings(ort) if device.name == "cuda" else nullcontext()
     try:
         with quiet, learn_denormal_mode():
-            session = devices.open_session(source, options, device, capture=capture)
+            session = devices.open_session(
+                source, options, device, capture=capture, threads=threads
+            )
     except OnnxTrainError:
         raise
     except Exception as error:  # onnxruntime's errors share no base class
@@ -235,9 +237,7 @@ def _check_start(device: Device) -> None:
     model = onnx.ModelProto(graph=graph, opset_import=opsets, ir_version=8)
     try:
         with learn_denormal_mode():
-            session = devices.open_session(
-                model.SerializeToString(), session_options(1), device, capture=False
-            )
+            session = devices.open_session(model.SerializeToString(), session_options(1), device)
     except OnnxTrainError:
         raise
     except Exception as error:  # onnxruntime's errors share no base class

@@ -28,8 +28,8 @@ export const inNode = (): boolean => typeof process === "object" && !!process.ve
 
 /** The build targets that a device can run, best first; CPUs run all of them. */
 export const TARGETS: Record<Device, readonly string[]> = {
-  node: ["cpu", "wasm", "portable", "webgpu", "cuda"],
-  wasm: ["wasm", "cpu", "portable", "webgpu", "cuda"],
+  node: ["cpu", "wasm", "portable", "openvino", "webgpu", "cuda"],
+  wasm: ["wasm", "cpu", "portable", "openvino", "webgpu", "cuda"],
   webgpu: ["webgpu", "portable"],
 };
 
