@@ -103,7 +103,10 @@ def test_the_current_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     artifacts.save(".")
-    assert Artifacts.load(".").manifest.parameters == artifacts.manifest.parameters
+    loaded = Artifacts.load(".")
+    assert loaded.values.keys() == artifacts.values.keys()
+    for name, values in artifacts.values.items():
+        np.testing.assert_array_equal(loaded.values[name], values)
 
 
 def test_saving_twice_gives_equal_bytes(folder: Path, tmp_path: Path) -> None:

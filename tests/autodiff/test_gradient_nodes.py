@@ -265,18 +265,19 @@ def test_invalid_gradient_nodes_are_refused(message: str) -> None:
         onnxtrain.expand_gradients(model)
 
 
-def test_gradient_inside_a_branch_is_refused() -> None:
-    text = """
-    g (float[3] x, bool c) => (float[3] z) {
+@pytest.mark.parametrize("name", ["x", "y"])
+def test_gradient_inside_a_branch_is_refused(name: str) -> None:
+    text = f"""
+    g (float[3] x, bool c) => (float[3] z) {{
       z = If (c) <
-        then_branch = t () => (float[3] dx) {
+        then_branch = t () => (float[3] dx) {{
           y = Mul (x, x)
-          dx = Gradient <xs = ["y"], y = "y"> (y)
-        },
-        else_branch = e () => (float[3] n) { n = Neg (x) }
+          dx = Gradient <xs = ["{name}"], y = "y"> ({name})
+        }},
+        else_branch = e () => (float[3] n) {{ n = Neg (x) }}
       >
-    }"""
-    with pytest.raises(PrepareError, match="inside a body of If"):
+    }}"""
+    with pytest.raises(PrepareError, match="'dx': Gradient inside a body of If"):
         onnxtrain.expand_gradients(model_of(text))
 
 

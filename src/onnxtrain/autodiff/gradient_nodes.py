@@ -18,6 +18,7 @@ names into inputs of a node of our own, and :func:`expand` runs after it.
 from __future__ import annotations
 
 import dataclasses
+from typing import NoReturn
 
 import onnx_ir as ir
 
@@ -90,12 +91,9 @@ def connect(model: ir.Model) -> Connected:
             "hint: name in y a value that is computed without this node"
         ) from error
     connected = [n for n in graph if _is_connected(n)]
-    inner = [n for n in graph.all_nodes() if _is_connected(n) and n.graph is not graph]
-    if inner:
-        raise PrepareError(
-            f"node {inner[0].name!r}: Gradient inside a body of If, Loop or Scan is not supported\n"
-            "hint: compute the gradient outside of the body"
-        )
+    for node in graph.all_nodes():
+        if _is_connected(node) and node.graph is not graph:
+            _refuse_body(node)
     infer_shapes(graph, model.opset_imports.get("", 1) or 1, _type_outputs)
     for node in connected:
         _check_independent(node)
@@ -108,11 +106,19 @@ def connect(model: ir.Model) -> Connected:
     return Connected(model, cuts, outputs)
 
 
+def _refuse_body(node: ir.Node) -> NoReturn:
+    raise PrepareError(
+        f"node {node.name or node.outputs[0].name!r}: Gradient inside a body of If, Loop or Scan is "
+        "not supported\nhint: compute the gradient outside of the body"
+    )
+
+
 def _connect_graph(graph: ir.Graph | ir.Function) -> None:
     nodes = [n for n in graph if _is_gradient(n)]
     for node in graph:
-        for body in subgraphs_of(node):
-            _connect_graph(body)
+        for inner in (n for body in subgraphs_of(node) for n in body.all_nodes()):
+            if _is_gradient(inner):
+                _refuse_body(inner)
     if not nodes:
         return
     known = {x.name: x for x in graph.inputs}
