@@ -107,9 +107,10 @@ def connect(model: ir.Model) -> Connected:
 
 
 def _refuse_body(node: ir.Node) -> NoReturn:
+    name = node.name or node.outputs[0].name
     raise PrepareError(
-        f"node {node.name or node.outputs[0].name!r}: Gradient inside a body of If, Loop or Scan is "
-        "not supported\nhint: compute the gradient outside of the body"
+        f"node {name!r}: Gradient inside a body of If, Loop or Scan is not supported\n"
+        "hint: compute the gradient outside of the body"
     )
 
 
