@@ -52,6 +52,7 @@ from benchmarks.peers import ROOT
 from benchmarks.threshold_nets import CUDA_SIDES
 from onnxtrain import targets
 from onnxtrain import thresholds as T
+from onnxtrain.errors import OnnxTrainError
 from onnxtrain.optimize import pipeline
 
 PAGE = ROOT / "docs" / "speed.md"
@@ -281,7 +282,7 @@ def _repeat(net: AnyNet, base: Times, group: list[Times], target: str, repeat: i
             with _failures(side):
                 runners[id(side)].warm_up()
         if base.failure:
-            raise onnxtrain.OnnxTrainError(base.failure)
+            raise OnnxTrainError(base.failure)
         order = [side for side in order if not side.failure]
         steps = {id(s): max(int(SLICE / runners[id(s)].seconds(2)), 1) for s in order}
         rounds = []
@@ -303,7 +304,7 @@ def _failures(side: Times) -> Iterator[None]:
     """Note that a build does not run."""
     try:
         yield
-    except onnxtrain.OnnxTrainError as error:
+    except OnnxTrainError as error:
         side.failure = str(error).splitlines()[0][:200]
 
 
@@ -341,7 +342,7 @@ def measure(
         for s, built in builds:
             try:
                 other = built.result()
-            except onnxtrain.OnnxTrainError as error:
+            except OnnxTrainError as error:
                 rows[s] |= {"changes": True, "fails": str(error).splitlines()[0][:200]}
                 continue
             rows[s]["changes"] = other.digest != base.digest

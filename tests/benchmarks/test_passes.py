@@ -9,6 +9,7 @@ from benchmarks.pass_nets import NETS
 
 from benchmarks import passes
 from onnxtrain import targets, thresholds
+from onnxtrain.errors import OnnxTrainError
 from onnxtrain.optimize import pipeline
 
 
@@ -59,3 +60,20 @@ def test_builds_that_differ_are_measured(tmp_path: Path) -> None:
 )
 def test_an_effect_is_on_one_side_in_all_repetitions(low: float, high: float, effect: int) -> None:
     assert passes.effect({"low": low, "high": high}) == effect
+
+
+def test_a_build_that_fails_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = NETS["cpu"]["mlp"]
+    path = net.export(tmp_path)
+    base = passes.build(net.name, path, "cpu", None, str(tmp_path))
+    broken = passes.build(net.name, path, "cpu", passes.Switch("itself", "other"), str(tmp_path))
+    runner = passes.Runner
+
+    def fail(net: passes.AnyNet, folder: str, target: str, *, weigh: bool) -> passes.Runner:
+        if folder == broken.folder:
+            raise OnnxTrainError("no kernel\nhint: none")
+        return runner(net, folder, target, weigh=weigh)
+
+    monkeypatch.setattr(passes, "Runner", fail)
+    (times,) = passes.compare(net, base.folder, [broken.folder], "cpu", 2)
+    assert times.row("cpu") == {"changes": True, "fails": "no kernel"}

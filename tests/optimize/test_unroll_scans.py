@@ -25,7 +25,8 @@ def recurrent(kind: str, steps: int | str, directions: int = 1, *, lengths: bool
     g, d = GATES[kind] * HIDDEN, directions
     direction = "bidirectional" if d == 2 else "forward"
     more = f", int32[{BATCH}] n" if lengths else ""
-    layer = f'{kind} <hidden_size={HIDDEN}, direction="{direction}">'
+    reset = ", linear_before_reset=1" if kind == "GRU" else ""
+    layer = f'{kind} <hidden_size={HIDDEN}, direction="{direction}"{reset}>'
     text = f"""<ir_version: 10, opset_import: ["": 21]>
         g (float[{steps},{BATCH},{INPUT}] x{more})
           => (float[m,{HIDDEN}] y) {{
@@ -102,13 +103,22 @@ def test_derivatives_of_activations_leave_the_loop() -> None:
     gradients = onnxtrain.vjp(recurrent("LSTM", "T"), wrt=["x"], target="cuda")
     backward = [n for n in gradients.graph.node if n.op_type == "Scan"][1]
     (body,) = [a.g for a in backward.attribute if a.name == "body"]
-    assert "Sub" not in {n.op_type for n in body.node}
+    kinds = [n.op_type for n in body.node]
+    # The gradient of the state times a factor, that of the cell times f, and all gates at once.
+    assert (kinds.count("Sub"), kinds.count("Mul"), kinds.count("Concat")) == (0, 3, 1)
     rng = np.random.default_rng(1)
     feeds = {"x": rng.standard_normal((6, BATCH, INPUT)).astype(np.float32)}
     expected = losses(recurrent("LSTM", "T", 2), "cpu", 6, feeds)
     np.testing.assert_allclose(
         losses(recurrent("LSTM", "T", 2), "cuda", 6, feeds), expected, rtol=1e-5
     )
+
+
+def test_bias_gradients_are_sums_after_the_loop() -> None:
+    gradients = onnxtrain.vjp(recurrent("GRU", "T"), wrt=["b"], target="cpu")
+    backward = [n for n in gradients.graph.node if n.op_type == "Scan"][1]
+    (body,) = [a.g for a in backward.attribute if a.name == "body"]
+    assert "ReduceSum" not in {n.op_type for n in body.node}
 
 
 def test_slices_of_opposite_directions_stay_in_the_loop() -> None:

@@ -19,6 +19,9 @@ _MAX_UNROLLED_NODES = 512 * 64  # nodes of the body times steps
 
 _MAX_STEPS = 256
 
+RECURRENT = "onnxtrain.recurrent"
+"""Key in ``Node.meta`` of loops of recurrent layers and of their gradients."""
+
 
 @expansion("Scan", when=LOWERING)
 def scan(op, *inputs, node):

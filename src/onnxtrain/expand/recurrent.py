@@ -12,6 +12,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxtrain.errors import PrepareError, expected_one_of
+from onnxtrain.expand.control_flow import RECURRENT
 from onnxtrain.expand.expansions import LOWERING, TRAINING, expansion
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
@@ -119,7 +120,7 @@ def gru(
     linear_before_reset=0,
     node,
 ):
-    """Gates in the order z, r, h; ``h' = (1 - z) * n + z * h``.
+    """Gates in the order z, r, h; ``h' = (1 - z) * n + z * h = n + z * (h - n)``.
 
     With ``linear_before_reset`` the recurrent bias of the candidate is inside the reset gate.
     """
@@ -143,26 +144,24 @@ def gru(
     def cell(body, gates, states, weights, d):
         f, g = acts[d]
         (h,) = states
-        x_zr = body.Slice(gates, [0], [2 * hidden], [-1])
-        x_n = body.Slice(gates, [2 * hidden], [3 * hidden], [-1])
+        sizes = body.const([2 * hidden, hidden])
+        x_zr, x_n = body.Split(gates, sizes, axis=-1, _outputs=2)
         h_n: ir.Value | None = None
         if linear_before_reset:
             product = body.MatMul(h, weights["all"])
-            h_zr = body.Slice(product, [0], [2 * hidden], [-1])
-            h_n = body.Slice(product, [2 * hidden], [3 * hidden], [-1])
+            h_zr, h_n = body.Split(product, sizes, axis=-1, _outputs=2)
             if "rb" in weights:
                 h_n = body.Add(h_n, weights["rb"])
         else:
             h_zr = body.MatMul(h, weights["zr"])
         zr = f(body, _clip(body, body.Add(x_zr, h_zr), clip))
-        z = body.Slice(zr, [0], [hidden], [-1])
-        reset = body.Slice(zr, [hidden], [2 * hidden], [-1])
+        z, reset = body.Split(zr, axis=-1, num_outputs=2, _outputs=2)
         if h_n is not None:
             inner = body.Mul(reset, h_n)
         else:
             inner = body.MatMul(body.Mul(reset, h), weights["n"])
         new = g(body, _clip(body, body.Add(x_n, inner), clip))
-        return [body.Add(body.Mul(body.Sub(1.0, z), new), body.Mul(z, h))]
+        return [body.Add(new, body.Mul(z, body.Sub(h, new)))]
 
     ys, (hs,) = _run(
         op,
@@ -362,6 +361,9 @@ def _scan(
         scan_output_directions=turn,
         _outputs=len(states) + 1,
     )
+    loop = ys.producer()
+    assert loop is not None
+    loop.meta[RECURRENT] = True
     S.set_dims(ys, [dims[0], *(S.dims_of(states[0]) or ())])
     return ys, last
 

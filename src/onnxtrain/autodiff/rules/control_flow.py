@@ -36,6 +36,7 @@ from onnxtrain.autodiff.differentiate import (
 )
 from onnxtrain.autodiff.rule_registry import vjp, vjp_multi
 from onnxtrain.errors import UndifferentiableError, exclusion_hint
+from onnxtrain.expand.control_flow import RECURRENT
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder, copy_nodes
 from onnxtrain.graph.nodes import captured
@@ -235,6 +236,7 @@ _SAVED = "onnxtrain.saved"
 class _Parts:
     """A Scan node: its inputs and outputs by kind, and the gradients it needs."""
 
+    node: ir.Node
     body: ir.Graph
     inputs: Sequence[ir.Value]
     n: int
@@ -268,7 +270,7 @@ class _Step:
     totals: dict[ir.Value, ir.Value]
     """Captured values -> the sum of their gradients so far."""
     products: dict[ir.Value, list[tuple[ir.Value, int]]]
-    """Captured values -> the factors of their gradients, for the matmul after the loop."""
+    """Captured values -> the factors of their gradients, for one matmul or sum after the loop."""
     factors: list[ir.Value]
     """The factors that are scan outputs of the backward body."""
 
@@ -303,6 +305,7 @@ def _read(
     scans, outer = inputs[n:], captured(node)
     n_out = len(body.outputs) - n
     return _Parts(
+        node,
         body,
         inputs,
         n,
@@ -389,7 +392,11 @@ def _backward_scan(
         or None,
         _outputs=len(carried) + len(parts.wanted_scans) + factors,
     )
-    return iter(outputs if isinstance(outputs, tuple) else [outputs])
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    loop = outputs[0].producer()
+    assert loop is not None
+    loop.meta.update({k: v for k, v in parts.node.meta.items() if k == RECURRENT})
+    return iter(outputs)
 
 
 def _gradients(
@@ -415,26 +422,43 @@ def _gradients(
         gradients[n + i] = with_shape_of(next(results), inputs[n + i])
     stacks = {v: _stack(next(results), v, all_steps) for v in step.factors}
     stacks |= dict(zip(step.states, saved, strict=False))
-    for x, (a, b) in step.products.items():
-        rows = [op.Reshape(stacks[v], [-1, columns]) for v, columns in (a, b)]
-        by_value[x] = with_shape_of(op.Gemm(*rows, transA=1), x)
+    for x, factors in step.products.items():
+        rows = [op.Reshape(stacks[v], [-1, columns]) for v, columns in factors]
+        total = op.Gemm(*rows, transA=1) if len(rows) > 1 else op.ReduceSum(*rows, [0], keepdims=0)
+        by_value[x] = with_shape_of(total, x)
     return *gradients, *(by_value.get(x) for x in parts.outer)
 
 
 def _factors(g: OptionalValue) -> list[tuple[ir.Value, int]] | None:
-    """Return ``a`` and ``b`` as matrices, if a gradient is ``a^T b``."""
+    """Return ``a`` and ``b`` as matrices if a gradient is ``a^T b``, ``a`` if it sums its rows."""
     made = None if g is None else g.producer()
-    if made is None or made.op_type != "Gemm" or len(made.inputs) != 2:
+    if made is None:
         return None
-    if {k: a.value for k, a in made.attributes.items()} != {"transA": 1}:
+    attributes = {k: a.value for k, a in made.attributes.items()}
+    if made.op_type == "Gemm" and len(made.inputs) == 2 and attributes == {"transA": 1}:
+        values = list(made.inputs)
+    elif made.op_type == "ReduceSum" and _sums_rows(made):
+        values = [made.inputs[0]]
+    else:
         return None
     factors = []
-    for v in made.inputs:
+    for v in values:
         dims = None if v is None else S.dims_of(v)
         if v is None or dims is None or not isinstance(dims[1], int) or v.graph is not made.graph:
             return None
         factors.append((v, dims[1]))
     return factors
+
+
+def _sums_rows(node: ir.Node) -> bool:
+    """Return whether a ReduceSum adds the rows of a matrix to a vector."""
+    x, keep = node.inputs[0], node.attributes.get("keepdims")
+    dims = None if x is None else S.dims_of(x)
+    axes = S.constant_of(node.inputs[1]) if len(node.inputs) > 1 else None
+    flat = keep is not None and not keep.as_int()
+    return (
+        flat and dims is not None and len(dims) == 2 and axes is not None and axes.tolist() == [0]
+    )
 
 
 def _values_to_save(graph: ir.Graph, mapping: dict[ir.Value, ir.Value]) -> dict[ir.Value, ir.Value]:
