@@ -6,6 +6,7 @@ import onnxtrain
 from sitegen.bench_chart import chart, write_glance
 from sitegen.contents import DOCS
 from sitegen.data_flow import data_flow
+from sitegen.devices import write as write_devices
 from sitegen.graph_plot import graph_plot
 
 
@@ -16,7 +17,7 @@ def small_gradient() -> str:
 
 
 def main() -> None:
-    """Write the images and the summary above the benchmark chart."""
+    """Write the images, the summary above the benchmark chart and the table of devices."""
     drawn = {
         "data-flow": data_flow(),
         "gradient-graph": small_gradient(),
@@ -25,6 +26,7 @@ def main() -> None:
     for name, text in drawn.items():
         (DOCS / "images" / f"{name}.svg").write_text(text, encoding="utf-8")
     write_glance()
+    write_devices()
 
 
 if __name__ == "__main__":

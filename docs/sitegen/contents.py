@@ -12,7 +12,8 @@ SECTIONS = {
     "Start": ["install", "quickstart"],
     "Guide": [
         *("training", "data", "losses", "optimizers", "parameters", "fine-tuning", "text"),
-        *("from-pytorch", "hugging-face", "sklearn", "distributed", "web", "any-language"),
+        *("from-pytorch", "hugging-face", "sklearn", "distributed", "devices", "web"),
+        "any-language",
         "federated",
         *(
             "quantization",

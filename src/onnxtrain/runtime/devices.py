@@ -150,7 +150,6 @@ DEVICES: dict[str, Device] = {
             target="webgpu",
             wheel="onnxruntime-ep-webgpu",
             plugin="onnxruntime_ep_webgpu:get_library_path",
-            tested="H200 over Vulkan, by hand",
         ),
         Device(
             "directml",
