@@ -43,6 +43,8 @@ FOLDER = Path(".cache/bench/distributed")
 PAGE = Path(__file__).parents[1] / "docs" / "distributed.md"
 ROUNDS, SECONDS = 9, 0.7
 """Rounds of the interleaved run, and how long a variant runs in each of them."""
+PATIENCE = 150.0
+"""Seconds for the workers of a run."""
 CHECKED = 10
 """Steps of two workers that are compared with those of one process."""
 
@@ -265,12 +267,15 @@ def run(function: str, names: Sequence[str], folder: Path, size: int, **named: A
         process.start()
     theirs.close()
     try:
+        if not mine.poll(PATIENCE):
+            raise RuntimeError(f"the workers take more than {PATIENCE:g} s")
         return mine.recv()
     except EOFError as error:
-        raise SystemExit("a worker ended without a result") from error
+        raise RuntimeError("a worker ended without a result") from error
     finally:
         for process in processes:
-            process.join()
+            process.join(5)
+            process.kill()
 
 
 def cpu_table(results: Mapping[str, Mapping[str, Result]]) -> list[str]:
@@ -304,7 +309,7 @@ def gpu_table(speed: Result, correct: Result) -> list[str]:
     ]
     for name, found in speed.items():
         two = correct.get(name, {})
-        match = "error" if "error" in two else f"{two['worst_loss']:.1e}, {two['weights']:.1e}"
+        match = f"{two['worst_loss']:.1e}, {two['weights']:.1e}" if "weights" in two else "error"
         if "error" in found:
             lines.append(f"| {WORKLOADS[name].title} | error | | | | | {match} |")
             continue
@@ -439,7 +444,11 @@ def on_this_gpu(options: argparse.Namespace) -> Result:
     device = options.device
     speed = run("on_gpu", options.nets, options.folder, 1, device=device)
     index = device if device == "cpu" or ":" in device else f"{device}:0"
-    correct = compared(options.nets, options.folder, index)
+    try:
+        correct = compared(options.nets, options.folder, index)
+    except RuntimeError as error:  # the times are still worth the machine
+        correct = {"error": repr(error)}
+        print(error, flush=True)
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     facts = {"gpu": name, "torch": torch.__version__, "onnxruntime": onnxruntime.__version__}
     table = [f"{name}, torch {torch.__version__}, onnxruntime {onnxruntime.__version__}:", ""]
