@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -13,6 +14,8 @@ import pytest
 
 import onnxtrain
 from onnxtrain.errors import LoadError, PrepareError
+from onnxtrain.finetuning.arguments import FineTuneOptions
+from onnxtrain.finetuning.tasks import TaggingTask
 from onnxtrain.text import add_classifier, add_pooling, inspect_model
 from tests.text.models import encoder, genai_folder, llama
 from tests.text.words import write_tokenizer
@@ -73,6 +76,81 @@ def test_classification_learns(tmp_path: Path, classes: int, rank: int) -> None:
     session = onnxruntime.InferenceSession(str(tmp_path / "out/merged/model.onnx"))
     assert session.run(["logits"], FEEDS)[0].shape == (2, 2)
     assert ("peft/" in result.files) == bool(rank)
+
+
+@pytest.mark.parametrize("classes", [0, 1, 3], ids=["new", "same", "other"])
+def test_regression_learns(tmp_path: Path, classes: int) -> None:
+    folder = folder_of(tmp_path / "model", encoder(classes=classes))
+    rows = [{**r, "label": 41.5 if "cat" in r["text"] else "42.5"} for r in LABELLED]
+    options = {**FAST, "epochs": 25, "validation": 0.25, "kind": "regression"}
+    result = onnxtrain.finetune(folder, rows, tmp_path / "out", **options)
+    if classes != 1:  # a new head begins at the mean
+        assert result.before["mae"] < 2.0
+        assert result.after["mae"] < 0.25
+        assert any("at first the mean of the labels 4" in note for note in result.notes)
+    assert result.after["mae"] < 0.5 * result.before["mae"]
+    session = onnxruntime.InferenceSession(str(tmp_path / "out/merged/model.onnx"))
+    assert session.run(["logits"], FEEDS)[0].shape == (2, 1)
+    with pytest.raises(
+        PrepareError, match=r"line 1: the label 'cats' is not a number\nhint: kind="
+    ):
+        onnxtrain.finetune(folder, LABELLED, tmp_path / "other", **options)
+
+
+TAGGED = [
+    {"tokens": [*r["text"].split(), end], "tags": ["O", r["label"], *["O"] * 5]}
+    for r in LABELLED
+    for end in (".", "!")
+]  # the tokenizer knows neither: such words have no token
+
+
+@pytest.mark.parametrize("rank", [0, 4], ids=["all", "adapters"])
+def test_token_classification_learns(tmp_path: Path, rank: int) -> None:
+    folder = folder_of(tmp_path / "model", encoder())
+    sentences = ("\n".join(f"{w} X {t}" for w, t in zip(*r.values(), strict=True)) for r in TAGGED)
+    (tmp_path / "train.conll").write_text("-DOCSTART- X O\n\n" + "\n\n".join(sentences) + "\n")
+    options = {**FAST, "lora_rank": rank, "targets": "all-linear"} if rank else FAST
+    result = onnxtrain.finetune(
+        *(folder, tmp_path / "train.conll", tmp_path / "out"),
+        **{**options, "kind": "token_classification", "validation": 0.25, "epochs": 16},
+    )
+    assert result.before["accuracy"] < 0.7
+    assert result.after["accuracy"] > 0.9
+    classes = ["O", "cats", "dogs"]
+    assert list(json.loads((tmp_path / "out/labels.json").read_text()).values()) == classes
+    session = onnxruntime.InferenceSession(str(tmp_path / "out/merged/model.onnx"))
+    assert session.run(["logits"], FEEDS)[0].shape == (2, 4, 3)
+    if not rank:
+        assert inspect_model(tmp_path / "out/merged").kind == "token_classification"
+
+
+def test_tags_are_those_of_first_tokens(tmp_path: Path) -> None:
+    """Spans of word pieces, and of byte-level tokens, which begin with the space before a word."""
+    folder = folder_of(tmp_path / "model", encoder())
+    options = FineTuneOptions(kind="token_classification").completed("token_classification")
+    rows = [{"words": ["the", "unknown", "cat"], "ner_tags": [0, 1, 2]}] * 2
+    task = TaggingTask(inspect_model(folder, "token_classification"), options, rows)
+    spans = [(0, 0), (0, 3), (3, 6), (6, 11), (11, 15), (0, 0)]
+    task.tokenizer = SimpleNamespace(encode=lambda text: ([1, 5, 6, 7, 8, 2], spans))  # pyright: ignore[reportAttributeAccessIssue]
+    (example,) = task._group(task.records.records[0])
+    assert example.labels.tolist() == [-100, 0, 1, -100, 2, -100]
+
+
+def test_refused_tags(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "model", encoder())
+    good = {"tokens": ["the", "cat"], "tags": ["O", "N"]}
+
+    def refused(rows: list, error: type[Exception], match: str, **options: object) -> None:
+        options = {**FAST, "kind": "token_classification", **options}
+        with pytest.raises(error, match=match):
+            onnxtrain.finetune(folder, rows, tmp_path / "out", **options)
+
+    refused([{**good, "tags": ["O"]}], LoadError, "2 tokens have 1 tags")
+    refused([{**good, "tokens": "the cat"}], LoadError, "'tokens' is not a list of words")
+    refused(LABELLED, PrepareError, "does not support records with text, label\nhint: use .*conll")
+    refused([good], PrepareError, r"kind='token_classification'", kind="classification")
+    other = [{**good, "tags": ["O", "V"]}]
+    refused([good], PrepareError, "unknown tag 'V' in validation data, line 1", validation=other)
 
 
 @pytest.mark.parametrize("parts", [2, 3])

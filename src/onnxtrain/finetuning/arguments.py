@@ -27,7 +27,8 @@ class FineTuneOptions:
         None,
         Flag(
             str,
-            "Kind of model: causal_lm, classification, embeddings or vision. Default: detected.",
+            "Kind of model: causal_lm, classification, embeddings, regression, "
+            "token_classification or vision. Default: detected.",
         ),
         unchanged,
     )

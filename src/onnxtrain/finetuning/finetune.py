@@ -29,6 +29,8 @@ from onnxtrain.finetuning.tasks import (
     CausalTask,
     ClassificationTask,
     EmbeddingTask,
+    RegressionTask,
+    TaggingTask,
     Task,
     VisionTask,
 )
@@ -126,6 +128,8 @@ _PEFT_TASK_TYPES = {
     "causal_lm": "CAUSAL_LM",
     "classification": "SEQ_CLS",
     "embeddings": "FEATURE_EXTRACTION",
+    "regression": "SEQ_CLS",
+    "token_classification": "TOKEN_CLS",
 }
 
 
@@ -243,6 +247,8 @@ _TASK_CLASSES = {
     "causal_lm": CausalTask,
     "classification": ClassificationTask,
     "embeddings": EmbeddingTask,
+    "regression": RegressionTask,
+    "token_classification": TaggingTask,
     "vision": VisionTask,
 }
 
@@ -321,7 +327,8 @@ def finetune(
             folder of images per class, a table with columns ``image`` and ``label``, or a dict with
             arrays for the input and ``labels``.
         output: the output folder: ``peft/``, ``adapter.onnx_adapter``, ``merged/``, ``run/``.
-        kind: ``"causal_lm"``, ``"classification"``, ``"embeddings"`` or ``"vision"``. Default:
+        kind: ``"causal_lm"``, ``"classification"``, ``"embeddings"``, ``"regression"``,
+            ``"token_classification"`` or ``"vision"``. Default:
             detected from the files.
         method: ``"sft"`` trains language models on texts or answers; ``"dpo"``, ``"ipo"`` and
             ``"orpo"`` on records with ``prompt``, ``chosen`` and ``rejected``; ``"kto"`` on records
@@ -462,7 +469,7 @@ class FineTuneRun:
         if not main:
             return FineTuneResult(history, {}, {}, (), {}, tuple(dict.fromkeys(task.notes)))
         files = write_outputs(weights, adapted, self.folder, output, requantize=bool(o.requantize))
-        if isinstance(task, ClassificationTask | VisionTask):
+        if isinstance(task, ClassificationTask | TaggingTask | VisionTask):
             write_json(output / "labels.json", dict(enumerate(task.classes)))
             files["labels.json"] = "class names by index"
         samples = self._samples(prompts, texts_before, output)

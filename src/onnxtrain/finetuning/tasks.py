@@ -2,12 +2,15 @@
 
 CausalTask          language models: messages, prompts with completions, or text
 ClassificationTask  encoders: texts with labels
+RegressionTask      encoders: texts with numbers
+TaggingTask         encoders: words with tags
 EmbeddingTask       encoders: pairs or triplets of texts
 VisionTask          image classifiers: images with labels
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,9 +25,10 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.io import CheckedModel, load
 from onnxtrain.graph.io.limits import quote
 from onnxtrain.heads import replace_head
-from onnxtrain.losses import LossLike, MultipleNegatives
+from onnxtrain.losses import LossLike, LossTerm, MultipleNegatives
 from onnxtrain.manifest import TensorSpec
 from onnxtrain.text.data import (
+    IGNORE_INDEX,
     EpochBatches,
     Example,
     Examples,
@@ -45,6 +49,7 @@ from onnxtrain.text.model_folder import (
     Settings,
     add_classifier,
     add_pooling,
+    add_token_classifier,
     read_settings,
     without_cache,
 )
@@ -52,6 +57,7 @@ from onnxtrain.text.tokenizer import Tokenizer
 from onnxtrain.training.data import Batch, as_fraction, held_out, shuffled
 from onnxtrain.training.data_files import read_images, sorted_labels
 
+LABELS = "labels"
 DEFAULT_MAX_LENGTH = 512
 # Default validation split: 5 % of at least 20 examples. 64 examples keep an evaluation short.
 _VALIDATION_FRACTION, _MIN_EXAMPLES, _MAX_VALIDATION = 0.05, 20, 64
@@ -480,6 +486,134 @@ class ClassificationTask(GroupTask):
         return f"{super().summary()}; {len(self.classes)} classes: {', '.join(self.classes[:8])}"
 
 
+class RegressionTask(GroupTask):
+    """Train an encoder to predict a number for each text."""
+
+    formats = ("label",)
+    loss = LossTerm("mse", target=LABELS)
+    metrics = ("mae",)
+
+    def __init__(self, folder: ModelFolder, options: FineTuneOptions, data: Any) -> None:
+        super().__init__(folder, options, data)
+        self.values = np.array([self._number(r) for r in self.records.records], np.float32)
+
+    def _example_record(self) -> str:
+        return '{"text": ..., "label": 2.5}'
+
+    def _number(self, record: Record) -> float:
+        label = record.fields["label"]
+        try:
+            number = float(label)
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
+            raise PrepareError(
+                f"line {record.line}: the label {label!r} is not a number\n"
+                f"hint: {argument('kind', 'classification')} learns names"
+            )
+        return number
+
+    def _labels(self) -> np.ndarray:
+        return self.values[:, None]
+
+    def model(self) -> CheckedModel:
+        """Return the model with one output; the bias of a new head is the mean of the labels."""
+        source = self.folder.model
+        logits = next((y for y in source.model.graph.outputs if y.name == LOGITS), None)
+        dims = () if logits is None else S.dims_of(logits) or ()
+        if len(dims) != 2:
+            model, note = add_classifier(source, 1, seed=self.options.seed), "added a head"
+        else:
+            model, note = with_classification_head(source, LOGITS, 1, seed=self.options.seed)
+        self.trained = head_weights(model)
+        if note:
+            mean = float(self.values[self.train].mean())
+            self.notes.append(f"{note} for one number, at first the mean of the labels {mean:.4g}")
+            for name in self.trained:
+                x = model.graph.initializers[name]
+                if x.const_value is not None and x.const_value.size == 1:
+                    array = np.full(x.const_value.shape.numpy(), mean, x.const_value.dtype.numpy())
+                    x.const_value = ir.Tensor(array, name=name)
+        return CheckedModel(model)
+
+
+class TaggingTask(GroupTask):
+    """Train an encoder to classify words: named entities, parts of speech.
+
+    The first token of a word has its tag; the others, and special tokens, do not count.
+    """
+
+    formats = ("tags",)
+    loss = "cross_entropy:axis=-1"
+    metrics = ("accuracy",)
+
+    def __init__(self, folder: ModelFolder, options: FineTuneOptions, data: Any) -> None:
+        self.classes: list[str] = []
+        super().__init__(folder, options, data)
+
+    def _example_record(self) -> str:
+        return '{"tokens": ["Anna", "sings"], "tags": ["B-PER", "O"]}, or a .conll file'
+
+    def _read(self, data: Any) -> Records:
+        records = super()._read(data)
+        if not self.classes:
+            self.classes = sorted_labels(str(t) for r in records.records for t in r.fields["tags"])
+            _check_classes(self.classes)
+        return records
+
+    def _group(self, record: Record) -> list[Example]:
+        assert self.tokenizer is not None
+        words, tags = record.fields["tokens"], [str(t) for t in record.fields["tags"]]
+        unknown = [t for t in tags if t not in self.classes]
+        if unknown:
+            raise PrepareError(
+                f"unknown tag {unknown[0]!r} in validation data, line {record.line} "
+                f"(expected one of {', '.join(self.classes[:8])})"
+            )
+        text = " ".join(words)
+        ids, spans = self.tokenizer.encode(text)
+        labels = np.full(len(ids), IGNORE_INDEX, np.int64)
+        ends = np.cumsum([len(w) + 1 for w in words])
+        done = -1
+        for i, (start, end) in enumerate(spans):
+            # Tokens of byte-level tokenizers begin with the space before the word.
+            start += len(text[start:end]) - len(text[start:end].lstrip())
+            word = int(np.searchsorted(ends, start, side="right"))
+            if start < end and word > done:
+                labels[i], done = self.classes.index(tags[word]), word
+        return [Example(np.array(ids, np.int64), labels, record.line)]
+
+    def batches(self, names: Sequence[str], *, validation: bool = False) -> TokenBatches | None:
+        """Return the batches."""
+        picked = self.validation if validation else self.train
+        if not picked:
+            return None
+        return TokenBatches(
+            [self.groups[i][0] for i in picked],
+            names,
+            batch_size=self.options.batch_size,
+            pad=self.pad_token_id,
+            seed=None if validation else self.options.seed,
+        )
+
+    def model(self) -> CheckedModel:
+        """Return the model with logits for each token."""
+        count, source = len(self.classes), self.folder.model
+        logits = next((y for y in source.model.graph.outputs if y.name == LOGITS), None)
+        if logits is None:
+            self.notes.append(f"added a classification head for {count} tags; it is trained")
+            model = add_token_classifier(source, count, seed=self.options.seed)
+        else:
+            model, note = with_classification_head(source, LOGITS, count, seed=self.options.seed)
+            self.notes += [note] if note else []
+        self.trained = head_weights(model)
+        return CheckedModel(model)
+
+    def summary(self) -> str:
+        """Return a line with the number of records and the tags."""
+        return f"{super().summary()}; {len(self.classes)} tags: {', '.join(self.classes[:8])}"
+
+
 def _check_classes(classes: Sequence[str]) -> None:
     if len(classes) < 2:
         raise PrepareError(
@@ -488,7 +622,11 @@ def _check_classes(classes: Sequence[str]) -> None:
         )
 
 
-_KINDS_OF_RECORDS = (("classification", ("label",)), ("embeddings", ("pair", "triplet")))
+_KINDS_OF_RECORDS = (
+    ("classification", ("label",)),
+    ("embeddings", ("pair", "triplet")),
+    ("token_classification", ("tags",)),
+)
 
 
 class EmbeddingTask(GroupTask):
@@ -515,7 +653,6 @@ class EmbeddingTask(GroupTask):
         return CheckedModel(add_pooling(self.folder.model))
 
 
-LABELS = "labels"
 _DEFAULT_IMAGE_SIZE = 224  # for symbolic sizes without a preprocessor_config.json
 
 

@@ -20,6 +20,7 @@ from onnxtrain.text.model_folder import (
     ModelFolder,
     add_classifier,
     add_pooling,
+    add_token_classifier,
     inspect_model,
     without_cache,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "Tokenizer",
     "add_classifier",
     "add_pooling",
+    "add_token_classifier",
     "collate",
     "from_arrays",
     "generate",

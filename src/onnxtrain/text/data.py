@@ -42,6 +42,7 @@ RECORD_FORMATS: dict[str, tuple[str, ...]] = {
     "triplet": ("anchor", "positive", "negative"),
     "pair": ("anchor", "positive"),
     "label": ("text", "label"),
+    "tags": ("tokens", "tags"),
     "text": ("text",),
 }
 """Format -> required fields; a record has the first format that matches."""
@@ -57,6 +58,9 @@ _FIELD_ALIASES = {
     "sentence2": "positive",
     "query": "anchor",
     "category": "label",
+    "words": "tokens",
+    "ner_tags": "tags",
+    "pos_tags": "tags",
 }
 _MAX_LISTED = 5
 
@@ -106,8 +110,8 @@ def read_records(source: str | os.PathLike[str] | Iterable[Mapping[str, Any] | s
     """Read records from a file, or from a list of dicts or texts.
 
     ``.jsonl`` has an object per line, ``.json`` a list of objects, ``.csv`` and ``.tsv`` a header
-    and rows. Other files are plain text with empty lines between records. Invalid lines are skipped
-    and listed by :meth:`Records.note`.
+    and rows, ``.conll`` and ``.bio`` a word and its tag per line. Other files are plain text with
+    empty lines between records. Invalid lines are skipped and listed by :meth:`Records.note`.
 
     Raises:
         LoadError: if the file cannot be read, has no records, mixes several formats, or has more
@@ -147,6 +151,17 @@ def _check_records(read: Records) -> Records:
     return read
 
 
+def _tagged_words(text: str) -> Iterator[tuple[int, Any]]:
+    """Yield the sentences of a CoNLL file: a word per line, in the first column, its tag last."""
+    for first, paragraph in _paragraphs(text):
+        rows = [line.split() for line in paragraph.split("\n")]
+        rows = [row for row in rows if row[0] != "-DOCSTART-"]
+        if any(len(row) < 2 for row in rows):
+            yield first, _InvalidRow("has a line without a tag")
+        elif rows:
+            yield first, {"tokens": [r[0] for r in rows], "tags": [r[-1] for r in rows]}
+
+
 @dataclasses.dataclass(frozen=True)
 class _InvalidRow:
     reason: str
@@ -160,6 +175,8 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
         yield from _json_list(path)
     elif ending in (".jsonl", ".ndjson"):
         yield from _json_lines(read_text(path))
+    elif ending in (".conll", ".bio", ".iob", ".iob2"):
+        yield from _tagged_words(read_text(path))
     else:
         yield from _paragraphs(read_text(path))
 
@@ -243,6 +260,8 @@ def _validated_record(format: str, fields: dict[str, Any], line: int) -> Record 
         return _answers_as_messages(format, fields, line)
     if format == "preference" and "prompt" not in fields:
         return _InvalidRow("has no 'prompt'")
+    if format == "tags":
+        return _tagged_record(fields, line)
     texts = [n for n in fields if n != "label"]
     wrong = [n for n in texts if not _is_text(fields[n]) or not fields[n].strip()]
     if wrong:
@@ -251,6 +270,17 @@ def _validated_record(format: str, fields: dict[str, Any], line: int) -> Record 
     if not (_is_text(label) or (isinstance(label, int | float) and math.isfinite(label))):
         return _InvalidRow("'label' is not a text or a number")
     return Record(format, fields, line)
+
+
+def _tagged_record(fields: dict[str, Any], line: int) -> Record | _InvalidRow:
+    words, tags = fields["tokens"], fields["tags"]
+    if not isinstance(words, list) or not all(_is_text(w) and w.strip() for w in words):
+        return _InvalidRow("'tokens' is not a list of words")
+    if not isinstance(tags, list) or not all(_is_text(t) or isinstance(t, int) for t in tags):
+        return _InvalidRow("'tags' is not a list of texts or integers")
+    if len(words) != len(tags) or not words:
+        return _InvalidRow(f"{len(words)} tokens have {len(tags)} tags")
+    return Record("tags", fields, line)
 
 
 def _texts(fields: Mapping[str, Any]) -> list[Any]:

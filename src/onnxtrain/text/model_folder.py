@@ -5,6 +5,7 @@ In this order:
     is_past, past_of             names of KV cache inputs and outputs
     inspect_model                the model, its kind, and facts from its configuration files
     add_pooling, add_classifier  sentence embeddings and class logits from an encoder
+    add_token_classifier         class logits of each token
     without_cache                a decoder without its KV cache, as training needs it
 """
 
@@ -87,7 +88,10 @@ def _parts(name: str) -> tuple[str, ...]:
 LINK_HINT = "hint: copy the file itself into the folder (`cp -L` follows links)"
 _MAX_SIZE = 2**31 - 1
 
-KINDS = ("causal_lm", "classification", "embeddings", "vision")
+KINDS = (
+    *("causal_lm", "classification", "embeddings", "regression", "token_classification"),
+    "vision",
+)
 _DEFAULT_FILES = (
     "model.onnx",
     "decoder_model_merged.onnx",
@@ -237,10 +241,15 @@ def _detect_kind(
     names = " ".join(n for n in listed if isinstance(n, str)) if isinstance(listed, list) else ""
     if "CausalLM" in names or "LMHead" in names:
         return "causal_lm", f"config.json ({names})"
+    if "ForTokenClassification" in names:
+        return "token_classification", f"config.json ({names})"
     rank = len(S.dims_of(outputs["logits"]) or ()) if "logits" in outputs else 0
     if rank == 2:
         return "classification", "its output logits, [batch, classes]"
     if rank == 3 and "logits" in outputs:
+        size, words = (S.dims_of(outputs["logits"]) or ())[-1], _vocab_size(graph, "")
+        if isinstance(size, int) and words is not None and 4 * size < words:
+            return "token_classification", f"its output logits, [batch, sequence, {size}]"
         return "causal_lm", "its output logits, [batch, sequence, vocabulary]"
     return "embeddings", f"its outputs {', '.join(outputs)}"
 
@@ -401,15 +410,43 @@ def add_classifier(model: Source, classes: int, *, how: str = "mean", seed: int 
     width = (S.dims_of(embedding) or (None,))[-1]
     if not isinstance(width, int):
         raise PrepareError(f"unknown embedding size: {S.describe_value(embedding)}")
-    rng = np.random.default_rng(seed)
-    bound = 1.0 / math.sqrt(width)
     op = OpBuilder(graph, "classifier/")
-    weight = _weight(op, "classifier.weight", rng.uniform(-bound, bound, (width, classes)))
-    bias = _weight(op, "classifier.bias", rng.uniform(-bound, bound, classes))
+    weight, bias = _linear(op, width, classes, seed)
     scores = op.Gemm(op.cast(embedding, ir.DataType.FLOAT), weight, bias)
     scores.name = LOGITS
     graph.outputs[:] = [scores]
     return work
+
+
+def add_token_classifier(model: Source, classes: int, *, seed: int = 0) -> ir.Model:
+    """Return a copy of an encoder with class logits of each token, ``[batch, sequence, classes]``.
+
+    The head is a linear layer with the weights of :func:`add_classifier`.
+    """
+    work = load(model, allow_domains=registered_domains())
+    hidden = next(
+        (y for y in work.graph.outputs if len(S.dims_of(y) or ()) == 3 and S.is_float(y)), None
+    )
+    width = None if hidden is None else (S.dims_of(hidden) or (None,))[-1]
+    if hidden is None or not isinstance(width, int):
+        listing = ", ".join(S.describe_value(y) for y in work.graph.outputs)
+        raise PrepareError(
+            f"no output has token embeddings: {listing}\n"
+            "hint: the output must have the shape [batch, sequence, D] with a static D"
+        )
+    op = OpBuilder(work.graph, "classifier/")
+    weight, bias = _linear(op, width, classes, seed)
+    scores = op.Add(op.MatMul(op.cast(hidden, ir.DataType.FLOAT), weight), bias)
+    scores.name = LOGITS
+    work.graph.outputs[:] = [scores]
+    return work
+
+
+def _linear(op: OpBuilder, width: int, classes: int, seed: int) -> tuple[ir.Value, ir.Value]:
+    rng = np.random.default_rng(seed)
+    bound = 1.0 / math.sqrt(width)
+    weight = _weight(op, "classifier.weight", rng.uniform(-bound, bound, (width, classes)))
+    return weight, _weight(op, "classifier.bias", rng.uniform(-bound, bound, classes))
 
 
 def _weight(op: OpBuilder, name: str, array: np.ndarray) -> ir.Value:
