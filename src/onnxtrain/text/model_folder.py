@@ -247,7 +247,7 @@ def _detect_kind(
     if rank == 2:
         return "classification", "its output logits, [batch, classes]"
     if rank == 3 and "logits" in outputs:
-        size, words = (S.dims_of(outputs["logits"]) or ())[-1], _vocab_size(graph, "")
+        size, words = (S.dims_of(outputs["logits"]) or (None,))[-1], _vocab_size(graph, "")
         if isinstance(size, int) and words is not None and 4 * size < words:
             return "token_classification", f"its output logits, [batch, sequence, {size}]"
         return "causal_lm", "its output logits, [batch, sequence, vocabulary]"
