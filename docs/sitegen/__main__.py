@@ -6,7 +6,7 @@ import onnxtrain
 from sitegen.bench_chart import chart, write_glance
 from sitegen.contents import DOCS
 from sitegen.data_flow import data_flow
-from sitegen.devices import write as write_devices
+from sitegen.device_table import write as write_devices
 from sitegen.graph_plot import graph_plot
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from onnxtrain.cli import devices as commands
+from onnxtrain.cli import hardware as commands
 from onnxtrain.cli.main import app
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.runtime.devices import DEVICES

@@ -16,7 +16,7 @@ from tests.docs.blocks import ROOT
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS))
 
-from sitegen import api, bench_chart, command_line, contents, devices, graph_plot, profiles  # noqa: E402
+from sitegen import api, bench_chart, command_line, contents, device_table, graph_plot, profiles  # noqa: E402
 
 
 def test_every_page_has_one_place() -> None:
@@ -43,12 +43,12 @@ def test_every_profile_is_listed() -> None:
 
 
 def test_the_page_of_devices_has_the_table_of_the_code() -> None:
-    page = devices.PAGE.read_text(encoding="utf-8")
-    written = page.partition(devices.BEGIN)[2].partition(devices.END)[0].strip()
-    assert written == devices.table()
+    page = device_table.PAGE.read_text(encoding="utf-8")
+    written = page.partition(device_table.BEGIN)[2].partition(device_table.END)[0].strip()
+    assert written == device_table.table()
     assert "untested" in written
-    for name in (path.stem for path in devices.RESULTS.glob("*.json")):
-        run = devices.results(name)
+    for name in (path.stem for path in device_table.RESULTS.glob("*.json")):
+        run = device_table.results(name)
         assert run is not None
         assert len(run["nets"]) == 10
         assert re.search(rf"`{name}` .*\d+ of 10 \({run['date']}\) \| [\d.]+ x CPU", written)

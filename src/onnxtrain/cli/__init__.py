@@ -3,13 +3,13 @@
 main.py    the app, tracebacks and errors
 flags.py   arguments that several commands share, and flags from option dataclasses
 models.py  commands for models: build, plan, explain, grad, ops, lower, check, profiles, probe
-devices.py commands for devices: devices, check-device
+hardware.py commands for devices: devices, check-device
 runs.py    commands for training: train, eval, profile, export, lr-find, finetune, federate
 """
 
 import typer
 
-from onnxtrain.cli.devices import check_device, devices
+from onnxtrain.cli.hardware import check_device, devices
 from onnxtrain.cli.models import build, check, explain, grad, lower, ops, plan, probe, profiles
 from onnxtrain.cli.runs import (
     evaluate,
