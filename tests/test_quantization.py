@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -83,6 +84,54 @@ def test_int4_after_training_with_quantizers_beats_int4_after_training(
     names = [n for n in scales[0] if n.endswith("_scale")]
     moved = [n for n in names if not np.array_equal(scales[0][n], scales[1][n])]
     assert bool(moved) == learned
+
+
+class Encoder(torch.nn.Module):
+    """A small BERT: does the first word occur again?"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(12, 32)
+        layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.encoder = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.first = torch.nn.Parameter(0.5 * torch.randn(8, 32))
+        self.head = torch.nn.Linear(32, 2)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(self.embed(words) + self.first)[:, 0])
+
+
+def test_a_small_bert_in_4_bits(tmp_path: Path) -> None:
+    """Train the encoder, then as long again in float or with the rounding of the weights."""
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    words = rng.integers(0, 12, (3000, 8))
+    labels = (words[:, 1:] == words[:, :1]).any(1).astype(np.int64)
+    parts = [{"words": words[s], "labels": labels[s]} for s in (slice(2400), slice(2400, None))]
+    train, held_out = parts
+    calibration = {"words": train["words"][:200]}
+    types = {"weights": "int4", "activations": "uint4"}
+
+    def more(model: object, lr: float, **options: Any) -> onnx.ModelProto:
+        artifacts = onnxtrain.build(
+            model, loss="cross_entropy", optimizer=f"adamw:lr={lr}", **options
+        )
+        trainer = Trainer(artifacts, seed=0)
+        trainer.fit(train, batch_size=64, epochs=5, progress=False)
+        trainer.export(tmp_path / "trained.onnx")
+        return onnx.load(tmp_path / "trained.onnx")
+
+    def right(model: onnx.ModelProto) -> float:
+        session = onnxruntime.InferenceSession(onnxtrain.fold_quantizers(model).SerializeToString())
+        (logits,) = session.run(None, {"words": held_out["words"]})
+        return float((logits.argmax(1) == held_out["labels"]).mean())
+
+    start = more(from_torch(Encoder(), (torch.zeros(2, 8, dtype=torch.long),)), 0.005)
+    rounded = onnxtrain.quantize_aware(more(start, 0.001), calibration, **types)
+    aware = onnxtrain.quantize_aware(start, calibration, **types)
+    after = right(more(aware, 0.001, straight_through=True))
+    before = right(rounded)
+    assert after > before + 0.02
 
 
 @pytest.mark.parametrize("per_channel", [False, True])

@@ -18,6 +18,7 @@ SECTIONS = {
         *(
             "quantization",
             "continual-learning",
+            "methods",
             "lowering",
             "own-operators",
             "onnx-standard",

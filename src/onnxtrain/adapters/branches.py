@@ -71,6 +71,8 @@ class Adapter:
     alpha: float
     scaling: float
     """``alpha / rank``, or ``alpha / sqrt(rank)`` with rsLoRA."""
+    block: int = 0
+    """Inputs that share a row of A, with ``blocks``; 0 if every input has its own."""
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -328,6 +330,17 @@ class AdapterSpec:
     alpha: float
     rslora: bool
     dora: bool = False
+    blocks: bool = False
+
+    @property
+    def block(self) -> int:
+        """The block size of the quantized weights if they have whole blocks, with ``blocks``."""
+        nodes = [s.layer.node for s in self.target.slices]
+        if not self.blocks or any(n.op_type != "MatMulNBits" for n in nodes):
+            return 0
+        sizes = {n.attributes.get_int("block_size", 0) for n in nodes}
+        size = sizes.pop()
+        return 0 if sizes or self.target.inputs % size else size
 
     @property
     def scaling(self) -> float:
@@ -433,6 +446,7 @@ def attach_adapters(
     for spec in specs:
         target = spec.target
         a, b = (_parameter(graph, n, start[n], target.dtype, used_names) for n in spec.names)
+        shared = _share_rows(graph, a, spec.block)
         if spec.rank == 0:
             a.shape, b.shape = _dynamic_rank_shapes(target)
         dora: list[ir.Value] = []
@@ -442,7 +456,9 @@ def attach_adapters(
             dora = [_parameter(graph, n, v, target.dtype, used_names) for n, v in named.items()]
         for s in target.slices:
             columns = s.start, s.width, s.column, target.outputs
-            slices[s.layer].append(AdapterSlice(a, b, spec.scaling, spec.rank, *columns, *dora))
+            slices[s.layer].append(
+                AdapterSlice(shared, b, spec.scaling, spec.rank, *columns, *dora)
+            )
         adapters.append(_adapter_of(spec, a, b))
     branches = BranchBuilder(graph, dropout)
     for layer, parts in slices.items():
@@ -475,6 +491,8 @@ def initial_values(specs: Sequence[AdapterSpec], seed: int) -> dict[str, np.ndar
             # Kaiming uniform with a=sqrt(5), the default of torch.nn.Linear.
             fan_in = spec.target.inputs * math.prod(spec.target.kernel)
             values[a] = rng.uniform(-1.0, 1.0, a_shape) / math.sqrt(fan_in)
+            if spec.block:
+                values[a] = np.repeat(values[a][:: spec.block], spec.block, axis=0)
             values[b] = np.zeros(b_shape)
         if spec.magnitude is not None:
             values[spec.magnitude] = weight_norms(spec.target)
@@ -486,7 +504,26 @@ def _adapter_of(spec: AdapterSpec, a: ir.Value, b: ir.Value) -> Adapter:
     nodes = tuple(s.layer.node.name or "" for s in target.slices)
     sizes = target.inputs, target.outputs, spec.rank, spec.alpha, spec.scaling
     names = a.name or "", b.name or "", spec.magnitude
-    return Adapter(target.module, target.kind, nodes, *names, *sizes)
+    return Adapter(target.module, target.kind, nodes, *names, *sizes, spec.block)
+
+
+def share_rows(a: np.ndarray, block: int) -> np.ndarray:
+    """Return A with the mean of each block of rows in all of its rows."""
+    if not block:
+        return a
+    return np.repeat(a.reshape(-1, block, a.shape[1]).mean(1), block, axis=0).astype(a.dtype)
+
+
+def _share_rows(graph: ir.Graph, a: ir.Value, block: int) -> ir.Value:
+    """Return A with the mean of each block of rows in all of its rows, as nodes."""
+    if not block:
+        return a
+    inputs, rank = a.shape or (0, 0)
+    first = next(iter(graph))
+    op = OpBuilder(graph, f"{a.name}/").before(first)
+    rows = op.Reshape(a, op.const([-1, block, rank]))
+    means = op.ReduceMean(rows, op.const([1]), keepdims=1)
+    return op.Reshape(op.Expand(means, op.const([1, block, 1])), op.const([inputs, rank]))
 
 
 def _parameter(

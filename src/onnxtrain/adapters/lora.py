@@ -242,6 +242,7 @@ def lora(
     rslora: bool = False,
     dora: bool = False,
     *,
+    blocks: bool = False,
     seed: int = 0,
     family: str | None = None,
 ) -> Adapted:
@@ -260,6 +261,9 @@ def lora(
         dropout: dropout probability of the adapters' inputs; not used for embeddings, as in PEFT.
         rslora: use rank-stabilized LoRA: scale by ``alpha / sqrt(rank)``.
         dora: use DoRA: also train a magnitude per output feature.
+        blocks: let the inputs of each block of quantized weights share a row of A (QA-LoRA).
+            Merging then only moves zero points: the result stays quantized and rounds nothing.
+            Other layers get ordinary adapters.
         seed: random seed for the initial values.
         family: transformers' ``model_type``, such as ``"phi3"``; it decides the names of the
             modules and how torch packs them. Default: read from config.json or genai_config.json
@@ -275,7 +279,9 @@ def lora(
     plain = work.clone()
     candidates = find_target_modules(find_base_layers(work.graph), family)
     selected = select_targets(candidates, targets)
-    specs = [AdapterSpec(t, rank, float(alpha), rslora, dora) for t in selected]
+    if blocks and dora:
+        raise PrepareError("blocks and dora exclude each other\nhint: use one of them")
+    specs = [AdapterSpec(t, rank, float(alpha), rslora, dora, blocks) for t in selected]
     check_ranks(specs)
     adapters = attach_adapters(work, specs, initial_values(specs, seed), dropout)
     modules = tuple(u.module for u in candidates)

@@ -93,6 +93,39 @@ def requantize(graph: ir.Graph, layer: BaseLayer, weight: np.ndarray) -> None:
         _replace_tensor(graph, node, 3, _pack(zeros.astype(np.uint8), bits))
 
 
+def shift_zero_points(graph: ir.Graph, layer: BaseLayer, rows: slice, delta: np.ndarray) -> None:
+    """Add a number to all weights of each block, ``[outputs, blocks]``, exactly.
+
+    ``(q - z) s + d = (q - (z - d / s)) s``: MatMulNBits accepts zero points that are no integers.
+    """
+    node = layer.node
+    bits = node.attributes.get_int("bits", 4)
+    scales = weight_values(_input(node, 2)).reshape(layer.outputs, -1).astype(np.float32)
+    given = node.inputs[3] if len(node.inputs) > 3 else None
+    if given is None:
+        zeros = np.full(scales.shape, 1 << (bits - 1), np.float32)
+    else:
+        raw = weight_values(given).reshape(layer.outputs, -1)
+        packed = given.dtype == ir.DataType.UINT8
+        zeros = (_unpack(raw, bits) if packed else raw)[:, : scales.shape[1]].astype(np.float32)
+    if (scales[rows] == 0).any():
+        raise PrepareError(
+            f"{layer.module}: a block of zeros has no zero point to move\n"
+            "hint: lora(..., blocks=False)"
+        )
+    zeros[rows] -= delta / scales[rows]
+    name = f"{layer.module}.zero_points"
+    array = zeros.reshape(-1).astype(layer.dtype.numpy())
+    value = graph.initializers.get(name)
+    if value is None:
+        value = ir.Value(name=name, type=ir.TensorType(layer.dtype), shape=ir.Shape(array.shape))
+        graph.register_initializer(_set_tensor(value, array, layer.dtype))
+    else:
+        _set_tensor(value, array, layer.dtype)
+    node.resize_inputs(max(4, len(node.inputs)))
+    node.replace_input_with(3, value)
+
+
 def _symmetric_scales(values: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     """Return scales that map the value of largest magnitude to code 0, as onnxruntime's tools do.
 
@@ -156,6 +189,7 @@ def _set_tensor(x: ir.Value, array: np.ndarray, dtype: ir.DataType) -> ir.Value:
 
 
 BRANCH, REQUANTIZE = "branch", "requantize"
+_SHIFT = "shift"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,11 +203,14 @@ class MergeResult:
     """Modules whose merged weights were quantized again."""
     branches: tuple[str, ...]
     """Modules that keep their quantized weights; the adapter is a branch of the graph."""
+    shifted: tuple[str, ...] = ()
+    """Modules with an adapter merged into the zero points of quantized weights."""
 
     def __str__(self) -> str:
         counts = [
             (len(self.folded), "folded into float weights"),
             (len(self.requantized), "requantized"),
+            (len(self.shifted), "merged into zero points"),
             (len(self.branches), "kept as branches of quantized layers"),
         ]
         return "adapters: " + ", ".join(f"{n} {what}" for n, what in counts if n)
@@ -189,21 +226,29 @@ def merge(adapted: Adapted, values: Mapping[str, np.ndarray], quantized: str) ->
     candidates = {
         u.module: u for u in find_target_modules(find_base_layers(model.graph), adapted.family)
     }
-    folded, requantized, branches = [], [], []
-    by_mode = {"fold": folded, REQUANTIZE: requantized, BRANCH: branches}
+    folded, requantized, branches, shifted = [], [], [], []
+    by_mode = {"fold": folded, REQUANTIZE: requantized, BRANCH: branches, _SHIFT: shifted}
     for a in adapted.adapters:
-        by_mode[_merge_mode(candidates[a.module], quantized)].append(a)
+        mode = _SHIFT if a.block else _merge_mode(candidates[a.module], quantized)
+        by_mode[mode].append(a)
     _check_magnitudes(branches)
     for a in (*folded, *requantized):
         for update in _weight_updates(candidates[a.module], a, values):
             update.apply(model.graph)
+    for a in shifted:
+        delta = _delta_weight(a, values)[:: a.block]
+        for s in candidates[a.module].slices:
+            columns = slice(s.start, s.start + s.width)
+            own = delta[:, s.column : s.column + s.width]
+            shift_zero_points(model.graph, s.layer, columns, own.T)
     specs = [AdapterSpec(candidates[a.module], a.rank, a.alpha, adapted.rslora) for a in branches]
     if specs:
         attach_adapters(model, specs, values, 0.0)
         del model.metadata_props[PARAMETERS]
     remove_dead(model)
     return MergeResult(
-        model, *(tuple(a.module for a in group) for group in (folded, requantized, branches))
+        model,
+        *(tuple(a.module for a in group) for group in (folded, requantized, branches, shifted)),
     )
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.adapters.branches import Adapter, hyperparameter_problem
+from onnxtrain.adapters.branches import Adapter, hyperparameter_problem, share_rows
 from onnxtrain.adapters.families import FAN_IN_FAN_OUT, transformers_name
 from onnxtrain.adapters.layers import (
     CONV,
@@ -412,8 +412,15 @@ def trained_values(adapted: Adapted, weights: Weights) -> dict[str, np.ndarray]:
         CheckpointError: if `weights` has no tensor of the adapters, or one of another shape.
     """
     values = {n: np.asarray(a, np.float32) for n, a in adapted.parameters.items()}
-    if weights is None:
-        return values
+    if weights is not None:
+        values |= _values_of(adapted, weights, values)
+    shared = {a.a: share_rows(values[a.a], a.block) for a in adapted.adapters}
+    return values | shared
+
+
+def _values_of(
+    adapted: Adapted, weights: Any, values: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
     arrays = _arrays_of(weights)
     common = [n for n in arrays if n in values]
     if not common:
@@ -422,14 +429,15 @@ def trained_values(adapted: Adapted, weights: Weights) -> dict[str, np.ndarray]:
             f"the weights have no tensor of this model's adapters, but {found}\n"
             f"hint: names of the adapters are {', '.join(list(values)[:2])} ..."
         )
+    found_values: dict[str, np.ndarray] = {}
     for name in common:
         array = np.asarray(arrays[name], np.float32)
         if array.shape != values[name].shape:
             raise CheckpointError(
                 f"{name!r} has shape {list(array.shape)}, expected {list(values[name].shape)}"
             )
-        values[name] = array
-    return values
+        found_values[name] = array
+    return found_values
 
 
 def non_adapter_values(adapted: Adapted, weights: Weights) -> dict[str, np.ndarray]:
