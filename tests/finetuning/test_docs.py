@@ -24,6 +24,8 @@ SECTIONS = (
     "Language models",
     "Preferences",
     "Encoders: classes of texts",
+    "Encoders: numbers for texts",
+    "Encoders: tags of words",
     "Embeddings",
     "Vision",
 )
@@ -98,6 +100,8 @@ def test_examples_run_as_written(
         "Language models": ["out/merged/model.onnx", "out/peft/adapter_model.safetensors"],
         "Preferences": ["preferred-2/merged/model.onnx"],
         "Encoders: classes of texts": ["classifier/merged/model.onnx", "classifier/labels.json"],
+        "Encoders: numbers for texts": ["scorer/merged/model.onnx"],
+        "Encoders: tags of words": ["tagger/merged/model.onnx", "tagger/labels.json"],
         "Embeddings": ["embedder/merged/model.onnx"],
         "Vision": [
             *("vision-trained.onnx", "vision-adapter/adapter_model.safetensors"),
