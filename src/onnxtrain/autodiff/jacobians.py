@@ -1,10 +1,11 @@
 """Models that map over an axis, and what follows from it: Jacobians, Hessians and their products.
 
 ``vmap`` turns a model into one that runs for each element along an axis of inputs. What depends
-on these inputs moves into the body of a Scan; everything else stays outside and runs once::
+on these inputs runs for all elements at once, by :mod:`onnxtrain.autodiff.batching`, or moves into
+the body of a Scan if an operator has no batching rule; everything else runs once::
 
     before:  h = f(w);  y = g(x, h)
-    after:   h = f(w);  y = Scan(x) { g(x_i, h) }
+    after:   h = f(w);  y = g(stacked x, h), or y = Scan(x) { g(x_i, h) }
 
 A Jacobian is the reverse sweep mapped over the rows of an identity matrix: the forward pass and all
 of the backward pass that does not depend on the row run once.
@@ -19,6 +20,7 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
+from onnxtrain.autodiff.batching import batch_nodes
 from onnxtrain.autodiff.gradients import (
     GradientModel,
     Names,
@@ -45,6 +47,8 @@ def vmap(
     model: Source, inputs: Names = None, *, axis: int = 0, target: str | Target = "cpu"
 ) -> onnx.ModelProto:
     """Return a model that runs for each element along a new axis of some inputs.
+
+    Operators without a batching rule run one element after another, in a Scan.
 
     The inputs get an axis of size ``vmap``, and so do the outputs that depend on them. For example,
     ``vmap(grad("loss.onnx"), ["x", "labels"])`` gives the gradient of each example, for inputs of
@@ -250,10 +254,15 @@ def _scan(
 
     ``pairs`` are stacked values, and the values that stand for one element of them.
     """
-    nodes = _dependents(op, [x for _, x in pairs])
+    dependent = _dependents(op, [x for _, x in pairs])
+    nodes = [n for n in op.graph if n in dependent]
+    elements = {x: op.move_axis(stacked, axis, 0) for stacked, x in pairs}
+    batched = batch_nodes(op, nodes, elements)
+    if batched is not None:
+        return [_for_all(op, batched, y, next(iter(elements.values()))) for y in results]
     body = op.body([x for _, x in pairs])
     mapping = {x: inner for (_, x), inner in zip(pairs, body.graph.inputs, strict=True)}
-    copy_node_list(body, [n for n in op.graph if n in nodes], mapping)
+    copy_node_list(body, nodes, mapping)
     outputs = [body.Identity(mapping.get(y, y)) for y in results]
     for out, y in zip(outputs, results, strict=True):
         out.type, out.shape = y.type, y.shape
@@ -272,6 +281,19 @@ def _scan(
         value.type = y.type
         S.set_dims(value, [size, *op.dims(y)])
     return values
+
+
+def _for_all(
+    op: OpBuilder, batched: dict[ir.Value, ir.Value], y: ir.Value, stacked: ir.Value
+) -> ir.Value:
+    """Return a result for all elements as a value of its own; results may be equal for them."""
+    if y in batched:
+        new = op.Identity(batched[y])
+    else:
+        new = op.Expand(y, op.vector([op.size(stacked, 0), *[1] * op.rank(y)]))
+    new.type = y.type
+    S.set_dims(new, [op.dims(stacked)[0], *op.dims(y)])
+    return new
 
 
 def save_casadi(
