@@ -101,6 +101,7 @@ class Encoder(torch.nn.Module):
         return self.head(self.encoder(self.embed(words) + self.first)[:, 0])
 
 
+@pytest.mark.full  # the CNN above covers the same code
 def test_a_small_bert_in_4_bits(tmp_path: Path) -> None:
     """Train the encoder, then as long again in float or with the rounding of the weights."""
     torch.manual_seed(0)

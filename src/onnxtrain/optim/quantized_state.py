@@ -70,20 +70,22 @@ def quantize(op: OpBuilder, slot: Slot, values: ir.Value) -> dict[str, ir.Value]
     padding = -math.prod(slot.dims) % BLOCK
     if padding:
         flat = op.Concat(flat, op.full([padding], 0.0, ir.DataType.FLOAT), axis=0)
-    blocks = op.Reshape(flat, [-1, BLOCK])
+    # Three axes: QuantizeLinear of matrices was not found among the kernels of CUDA.
+    blocks = op.Reshape(flat, [-1, 1, BLOCK])
     if slot.nonnegative:
         root = op.Sqrt(blocks)
-        largest = op.ReduceMax(root, [1], keepdims=0)
+        largest = op.ReduceMax(root, [1, 2], keepdims=0)
         scale = op.Mul(largest, 1.0 / _LEVELS)
     else:
         size = op.Abs(blocks)
         root = op.Div(blocks, op.Sqrt(op.Add(size, _TINY)))
-        largest = op.ReduceMax(size, [1], keepdims=0)
+        largest = op.ReduceMax(size, [1, 2], keepdims=0)
         scale = op.Mul(op.Sqrt(largest), 1.0 / _CENTER)
     scale = op.Max(scale, _TINY)
     levels = op.QuantizeLinear(root, scale, _zero_points(op, slot), axis=0)
     if slot.nonnegative:
         levels = op.Clip(levels, op.const(1, ir.DataType.UINT8))
+    levels = op.Reshape(levels, [-1, BLOCK])
     return dict(zip([s.name for s in stored(slot)], (levels, scale), strict=True))
 
 
