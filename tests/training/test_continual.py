@@ -71,6 +71,14 @@ def test_checkpoints_contain_the_buffer(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "b.safetensors", tensors, {**meta, "replay": {"seed": 0}})
     with pytest.raises(CheckpointError, match="replay buffer is damaged: 'max_bytes'"):
         other.load(tmp_path / "b.safetensors")
+    save_checkpoint(tmp_path / "c.safetensors", {**tensors, "replay/x": np.zeros((2, 3))}, meta)
+    with pytest.raises(CheckpointError, match="replay buffer is damaged: its rows are incomplete"):
+        other.load(tmp_path / "c.safetensors")
+    without = {n: a for n, a in tensors.items() if not n.startswith("replay/")}
+    save_checkpoint(tmp_path / "d.safetensors", without, meta)
+    third = trainer_of("sgd")
+    third.load(tmp_path / "d.safetensors")
+    assert third.replay is None
 
 
 def net() -> torch.nn.Module:

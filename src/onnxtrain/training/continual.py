@@ -107,15 +107,21 @@ class ReplayBuffer:
     ) -> ReplayBuffer | None:
         """Return the buffer of a checkpoint, ``None`` if it has none."""
         stored = meta.get("replay")
-        if stored is None:
+        columns = {
+            n.removeprefix(PREFIX): np.array(a) for n, a in tensors.items() if n.startswith(PREFIX)
+        }
+        if stored is None or not columns:  # C++ keeps the metadata, but not the rows
             return None
         try:
             buffer = cls(int(stored["max_bytes"]), seed=int(stored["seed"]))
             buffer.seen = int(stored["seen"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{label}: the replay buffer is damaged: {error}") from error
-        names = [n for n in tensors if n.startswith(PREFIX)]
-        buffer._columns = {n.removeprefix(PREFIX): np.array(tensors[n]) for n in names}
+        rows = {a.shape[0] if a.ndim else 0 for a in columns.values()}
+        row_bytes = sum(a.nbytes for a in columns.values()) // max(1, *rows)
+        if rows != {min(buffer.seen, buffer.max_bytes // max(1, row_bytes))}:
+            raise CheckpointError(f"{label}: the replay buffer is damaged: its rows are incomplete")
+        buffer._columns = columns
         return buffer
 
 

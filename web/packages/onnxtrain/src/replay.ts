@@ -113,12 +113,17 @@ export class ReplayBuffer {
   /** Returns the buffer of a checkpoint, if it has one. */
   static restore(tensors: ReadonlyMap<string, HostTensor>, meta: Meta, label: string): ReplayBuffer | undefined {
     const text = meta.get("replay");
-    if (text === undefined) return undefined;
+    const columns = [...tensors].filter(([name]) => name.startsWith(PREFIX)).map(([name, t]) => [name.slice(PREFIX.length), t] as const);
+    if (text === undefined || columns.length === 0) return undefined; // C++ keeps the metadata, but not the rows
     const { max_bytes: maxBytes, seed, seen } = JSON.parse(text) as Record<string, unknown>;
-    if (![maxBytes, seed, seen].every(Number.isSafeInteger)) throw new CheckpointError(`${label}: the replay buffer is damaged`);
+    const damaged = () => new CheckpointError(`${label}: the replay buffer is damaged`);
+    if (![maxBytes, seed, seen].every(Number.isSafeInteger)) throw damaged();
+    const bytes = columns.reduce((sum, [, t]) => sum + t.data.byteLength / Math.max(t.dims[0] ?? 0, 1), 0);
+    const rows = Math.min(seen as number, Math.floor((maxBytes as number) / Math.max(bytes, 1)));
+    if (columns.some(([, t]) => t.dims[0] !== rows)) throw damaged();
     const buffer = new ReplayBuffer({ maxBytes: maxBytes as number, seed: seed as number });
     buffer.#seen = seen as number;
-    for (const [name, t] of tensors) if (name.startsWith(PREFIX)) buffer.#columns.set(name.slice(PREFIX.length), t);
+    buffer.#columns = new Map(columns);
     return buffer;
   }
 }
