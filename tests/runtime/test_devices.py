@@ -23,7 +23,7 @@ from onnxtrain.runtime.devices import CPU, DEVICES, Device, check, find, registe
 from onnxtrain.training import Trainer
 from tests.artifacts.models import data
 from tests.runtime.test_stale_inputs import CopyingBinding, MemoryInfo
-from tests.training.made import made
+from tests.training.made import LOSS, classifier, made
 
 TOY = "ToyExecutionProvider"
 Session = onnxruntime.InferenceSession
@@ -128,6 +128,21 @@ def test_a_device_is_one_entry(toy: Callable[..., None], layout: str, *, copies:
     )
     for name, y in trainer.predict(x).items():
         np.testing.assert_allclose(y, plain.predict(x)[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_is_built_for_the_target_of_the_device(toy: Callable[..., None]) -> None:
+    toy()
+    trainer = Trainer(classifier(), loss=LOSS, optimizer=optim.SGD(lr=0.1), device="toy")
+    assert {m.target for m in trainer.manifest.models if m.role == "train"} == {"portable"}
+    assert losses(trainer) == pytest.approx(losses(Trainer(made())), rel=1e-5)
+    options = {"loss": LOSS, "optimizer": "sgd", "target": "wasm", "accumulate": 2}
+    with pytest.warns(UserWarning, match="built for target 'wasm'"):
+        own = Trainer(classifier(), device="toy", **options)  # type: ignore[arg-type]
+    assert own.manifest.accumulate == 2
+    assert {m.target for m in own.manifest.models if m.role == "train"} == {"wasm"}
+    for call in (lambda: Trainer(made(), loss="mse"), lambda: Trainer(made(), devcie="toy")):
+        with pytest.raises(TypeError, match=r"unexpected keyword argument '(loss|devcie)'"):
+            call()
 
 
 def test_names_of_devices() -> None:

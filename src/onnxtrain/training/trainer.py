@@ -18,11 +18,12 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar, cast
 
 import numpy as np
 
 from onnxtrain.artifacts import Artifacts
+from onnxtrain.artifacts.build import build
 from onnxtrain.artifacts.build_options import GRAD_NORM
 from onnxtrain.artifacts.directory import split_tensors
 from onnxtrain.artifacts.display import Row, SummaryRepr
@@ -36,6 +37,7 @@ from onnxtrain.errors import (
     argument,
     by_caller,
 )
+from onnxtrain.graph.io import Source
 from onnxtrain.manifest import ModelSpec, TensorSpec
 from onnxtrain.optim.schedules import ScheduleLike
 from onnxtrain.options import from_arguments
@@ -122,11 +124,24 @@ def exclusive(
     return call
 
 
+def _build(model: Artifacts | Source, device: Device, options: dict[str, Any]) -> Artifacts:
+    """Return artifacts of a model for the target of a device.
+
+    Raises:
+        TypeError: if the options are none of ``build``, or there is no model.
+    """
+    if "loss" not in options or isinstance(model, Artifacts):
+        raise TypeError(f"Trainer() got an unexpected keyword argument {min(options)!r}")
+    return build(model, **{"target": device.target, **options})
+
+
 class Trainer(SummaryRepr):
     """Runs training steps of artifacts on onnxruntime, for one thread at a time.
 
     Args:
-        artifacts: the result of :func:`onnxtrain.build`, or a directory.
+        artifacts: the result of :func:`onnxtrain.build`, or a directory. Or a model, with
+            arguments of ``build`` such as ``loss=`` and ``optimizer=``: it is built for the target
+            of the device.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"openvino"``, ``"webgpu"`` or another name of
             the page "Devices", or the name of an execution provider of onnxruntime. In a
             distributed run, ``"cuda"`` is the GPU of ``LOCAL_RANK``.
@@ -149,6 +164,7 @@ class Trainer(SummaryRepr):
             otherwise.
         verify: run the first two steps on the CPU as well, and raise an error that names the first
             node whose values differ. By default on devices that are marked untested.
+        **build_options: arguments of :func:`onnxtrain.build`, if ``artifacts`` is a model.
     """
 
     replay: ReplayBuffer | None = None
@@ -170,7 +186,7 @@ class Trainer(SummaryRepr):
 
     def __init__(
         self,
-        artifacts: Artifacts | str | os.PathLike[str],
+        artifacts: Artifacts | Source,
         *,
         device: str | Device = "cpu",
         layout: str = "auto",
@@ -182,11 +198,14 @@ class Trainer(SummaryRepr):
         provider_options: Mapping[str, Any] | None = None,
         allow_cpu_fallback: bool = False,
         verify: bool | None = None,
+        **build_options: Any,
     ) -> None:
+        entry = find(device, provider_options, allow_cpu_fallback=allow_cpu_fallback)
+        if build_options:
+            artifacts = _build(artifacts, entry, build_options)
         loaded = not isinstance(artifacts, Artifacts)
         if not isinstance(artifacts, Artifacts):
-            artifacts = Artifacts.load(artifacts)
-        entry = find(device, provider_options, allow_cpu_fallback=allow_cpu_fallback)
+            artifacts = Artifacts.load(cast(str, artifacts))
         check(entry)
         self.workers = join(distributed, str(entry))
         """The workers of a distributed run; ``None`` if the trainer trains alone."""
