@@ -4,7 +4,7 @@ import { ArtifactError, CheckpointError, wrapRuntimeError, ShapeError } from "./
 import { findModel, type Manifest, type ModelRole, type ModelSpec, ofRole, type TensorSpec, type WeightSpec } from "./manifest.js";
 import { checkMemory, sizesIn } from "./memory-plan.js";
 import { weightsAsInputs } from "./protobuf.js";
-import { type Device, type OrtSession, type OrtTensor, Runtime, type RuntimeOptions, TARGETS } from "./runtime.js";
+import { type Device, isNative, type OrtSession, type OrtTensor, Runtime, type RuntimeOptions, TARGETS } from "./runtime.js";
 import type { FileData } from "./weights-file.js";
 
 export type Tensors = ReadonlyMap<string, HostTensor>;
@@ -108,7 +108,7 @@ export class LocalEngine implements Engine {
       const available = manifest.models.map((m) => `${m.role} (${m.target})`).join(", ");
       throw new ArtifactError(
         `these artifacts have no ${role} model for ${this.device}, only ${available}\n` +
-          `hint: build them again: onnxtrain build model.onnx ... --target ${this.device === "node" ? "cpu" : "web"}`,
+          `hint: build them again: onnxtrain build model.onnx ... --target ${isNative(this.device) ? "cpu" : "web"}`,
       );
     }
     for (const t of ofRole(spec.inputs, "accumulator")) {

@@ -9,7 +9,7 @@ export type OrtTensor = Tensor;
 export type OrtSession = InferenceSession;
 export type SessionOptions = InferenceSession.SessionOptions;
 
-export type Device = "node" | "wasm" | "webgpu";
+export type Device = "node" | "cuda" | "directml" | "coreml" | "wasm" | "webgpu";
 
 export interface RuntimeOptions {
   /** `auto` selects onnxruntime-node in Node; in pages WebGPU if artifacts and browser support it, else wasm. */
@@ -31,7 +31,16 @@ export const TARGETS: Record<Device, readonly string[]> = {
   node: ["cpu", "wasm", "portable", "openvino", "webgpu", "cuda"],
   wasm: ["wasm", "cpu", "portable", "openvino", "webgpu", "cuda"],
   webgpu: ["webgpu", "portable"],
+  cuda: ["cuda", "cpu", "portable", "wasm", "webgpu"],
+  directml: ["portable", "cpu", "wasm", "webgpu"],
+  coreml: ["portable", "cpu", "wasm", "webgpu"],
 };
+
+/** Execution providers of onnxruntime-node by device. Parameters and state are in memory of the CPU on all of them. */
+const PROVIDERS: Partial<Record<Device, string>> = { node: "cpu", cuda: "cuda", directml: "dml", coreml: "coreml" };
+
+/** Whether onnxruntime-node runs a device. */
+export const isNative = (device: Device): boolean => device in PROVIDERS;
 
 /** A loaded ONNX Runtime module that creates and runs sessions on one device. */
 export class Runtime {
@@ -50,7 +59,7 @@ export class Runtime {
   /** Loads ONNX Runtime for a device. */
   static async open(device: Device, options: RuntimeOptions = {}): Promise<Runtime> {
     const ort = await load(device, options.runtimeUrl);
-    if (device !== "node") {
+    if (!isNative(device)) {
       const wasm = ort.env.wasm;
       // Without COOP and COEP headers, memory cannot be shared between threads.
       const shared = inNode() || globalThis.crossOriginIsolated === true;
@@ -68,10 +77,10 @@ export class Runtime {
   ): Promise<OrtSession> {
     const externalData = await Promise.all(external.map(async ({ path, data }) => ({ path, data: await externalBytes(data) })));
     const settings: SessionOptions = {
-      executionProviders: [this.device === "node" ? "cpu" : this.device],
+      executionProviders: [PROVIDERS[this.device] ?? this.device],
       enableMemPattern: false,
       ...(externalData.length ? { externalData } : {}),
-      ...(this.device === "node" && this.threads ? { intraOpNumThreads: this.threads } : {}),
+      ...(isNative(this.device) && this.threads ? { intraOpNumThreads: this.threads } : {}),
       ...options.extra,
     };
     if (this.device === "webgpu" && options.onGpu?.length) {
@@ -143,7 +152,8 @@ export function requireSupported(ort: OrtModule, name: string): void {
 }
 
 async function load(device: Device, url: string | undefined): Promise<OrtModule> {
-  const name = device === "node" ? "onnxruntime-node" : "onnxruntime-web";
+  if (isNative(device) && !inNode()) throw new RuntimeError(`device ${device} needs Node\nhint: pages have wasm and webgpu`);
+  const name = isNative(device) ? "onnxruntime-node" : "onnxruntime-web";
   const ort = await importRuntime(device, name, url);
   requireSupported(ort, name);
   return ort;
@@ -159,7 +169,7 @@ async function importRuntime(device: Device, name: string, url: string | undefin
   } catch (error) {
     throw new RuntimeError(
       `${name} cannot be loaded: ${(error as Error).message}\nhint: npm install ${name}` +
-        (device === "node" ? "" : ", or set runtimeUrl"),
+        (isNative(device) ? "" : ", or set runtimeUrl"),
     );
   }
 }

@@ -75,6 +75,11 @@ test("predict uses the current weights", async () => {
   await trainer.dispose();
 });
 
+test.each(["directml", "coreml"] as const)("%s is an error where onnxruntime-node lacks it, not a run on the CPU", async (device) => {
+  const { folder: artifacts } = await fixture(`${MODELS[0]}-wasm`);
+  await expect(Trainer.create({ artifacts, device })).rejects.toThrow(new RegExp(`step_model.* on ${device}: |${device}`));
+});
+
 test("rejects invalid batches and changes nothing", async () => {
   const { f, trainer } = await open("mlp-wasm");
   const { x, labels } = f.batches[0] as Record<"x" | "labels", { data: Float32Array; dims: number[]; dtype: string }>;
