@@ -98,6 +98,71 @@ def test_replaced_heads(kind: str) -> None:
     assert sizes[-1] == 7
 
 
+def detector(sizes: str = "constant", after: str = "Sigmoid", group: int = 1) -> onnx.ModelProto:
+    """Two levels of anchor-free YOLO: 8 channels of distances and 3 of classes."""
+    rng, op = np.random.default_rng(0), graph()
+    x = op.input("x", ir.DataType.FLOAT, ["batch", 3, 32, 32])
+    levels = []
+    for i, stride in enumerate((8, 16)):
+        h = op.AveragePool(x, kernel_shape=[stride, stride], strides=[stride, stride])
+        parts = []
+        for name, channels in (("box", 8), ("class", 3)):
+            shape = (channels, 3 // group if name == "class" else 3, 1, 1)
+            w = weight(op, f"{name}{i}.weight", rng.standard_normal(shape).astype(np.float32))
+            b = weight(op, f"{name}{i}.bias", np.full(channels, -1.0 - i, np.float32))
+            parts.append(op.Conv(h, w, b, group=group if name == "class" else 1))
+        y = op.Concat(*parts, axis=1)
+        if sizes == "constant":
+            shape = op.const([0, 11, -1])
+        else:
+            batch = op.Unsqueeze(op.Gather(op.Shape(y), op.const(0)), [0])
+            shape = op.Concat(batch, op.const([11]), op.const([-1]), axis=0)
+        levels.append(op.Reshape(y, shape))
+    y = op.Concat(*levels, axis=2)
+    distances, logits = op.Split(y, op.const([8, 3]), axis=1, _outputs=2)
+    distances.name, logits.name = "distances", "logits"
+    return finished(op, y=op.Concat(distances, getattr(op, after)(logits), axis=1))
+
+
+@pytest.mark.parametrize("sizes", ["constant", "computed"])
+def test_classes_of_a_detector(sizes: str) -> None:
+    model = detector(sizes)
+    x = np.random.default_rng(1).standard_normal((2, 3, 32, 32)).astype(np.float32)
+
+    def run(model: onnx.ModelProto) -> np.ndarray:
+        onnx.checker.check_model(model, full_check=True)
+        return onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x})[0]
+
+    before = run(model)
+    new = onnxtrain.replace_head(model, "logits", classes=2)
+    assert run(new).shape == (2, 10, 20)
+    assert new.graph.output[0].type.tensor_type.shape.dim[1].dim_value == 10
+    np.testing.assert_array_equal(run(new)[:, :8], before[:, :8])
+    assert weights(new)["class1.weight"].shape == (2, 3, 1, 1)
+    assert weights(new)["class1.bias"].tolist() == [-2.0, -2.0]
+    more = onnxtrain.replace_head(model, "logits", add_classes=1)
+    np.testing.assert_allclose(run(more)[:, :11], before, rtol=1e-6)
+    assert run(more).shape == (2, 12, 20)
+
+    loss = onnxtrain.losses.YOLO(strides=(8, 16))
+    term = onnxtrain.losses.LossTerm(loss, output=["distances", "logits"])
+    trainer = onnxtrain.Trainer(onnxtrain.build(new, loss=[term], optimizer="adamw:lr=0.02"))
+    boxes = np.array([[[12, 12, 16, 16]], [[20, 20, 12, 20]]], np.float32)
+    rows = {"x": x, "labels": np.array([[0], [1]]), "boxes": boxes}
+    losses = [trainer.step(**rows).loss for _ in range(30)]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_detectors_that_are_not_followed() -> None:
+    for model, name, message in (
+        (detector(group=3), "logits", r"the class layers of 'logits' .* Conv .* is on the way"),
+        (detector(after="Softplus"), "logits", r"Softplus .* reads 'logits', whose number"),
+        (detector(), "y", r"the class layers of 'y' were not found: Split"),
+    ):
+        with pytest.raises(PrepareError, match=rf"{message}.*\nhint: replace_head follows"):
+            onnxtrain.replace_head(model, name, classes=2)
+
+
 def test_the_new_head_learns() -> None:
     """The old task has three classes, the new one five; only the head is trained."""
     model = onnxtrain.replace_head(classifier(hidden=32), "scores", 5)

@@ -1,7 +1,11 @@
 """Replace the classification head of a model, and reinitialize other weights.
 
-:func:`replace_head` walks from an output back to the last Gemm, MatMul or Conv and gives it new
-weights for another number of classes, as the first step of transfer learning.
+:func:`replace_head` walks from a value back to the last Gemm, MatMul or Conv and gives it new
+weights for another number of classes, as the first step of transfer learning. Detectors have a
+layer on each level; :class:`_Levels` finds them all behind Split, Concat and Reshape:
+
+    Conv (boxes)   -> Concat -> Reshape [N, 64 + 18, -1] -> Concat (levels) -> Split -> class logits
+    Conv (classes) ->
 """
 
 from __future__ import annotations
@@ -50,7 +54,9 @@ def replace_head(
     """Return the model with a new last layer for another number of classes, or with more classes.
 
     The layer that computes ``output`` (Gemm, MatMul with or without bias, Conv) gets weights of the
-    new size, initialized like ``torch.nn.Linear``. All other weights stay.
+    new size, initialized like ``torch.nn.Linear``. All other weights stay. ``output`` may also be
+    the class logits ``[N, C, ...]`` of a detector, before Sigmoid: the convolutions of all levels
+    are replaced, and their biases begin at the mean of the old ones, as most positions are empty.
 
     >>> from onnxtrain.examples import digits_model
     >>> larger = replace_head(digits_model(), "logits", add_classes=1)
@@ -59,7 +65,7 @@ def replace_head(
 
     Args:
         model: a path, bytes, ``ModelProto`` or ``ir.Model``; it is not changed.
-        output: name of the output.
+        output: name of the output, or of the class logits inside of a detector.
         classes: new number of classes; all weights of the layer are new.
         add_classes: classes to add behind the present ones, which keep their weights.
         reinitialize: names or globs of other weights to reinitialize.
@@ -77,11 +83,14 @@ def replace_head(
         raise PrepareError(f"{name} must be at least 1: {count}")
     work = load(model)
     graph = work.graph
-    outputs = {y.name or "": y for y in graph.outputs}
-    if output not in outputs:
-        raise PrepareError(f"unknown output: {output!r}\nhint: the model has {', '.join(outputs)}")
+    y = _find_value(graph, output)
     rng = np.random.default_rng(seed)
-    layer = _last_layer(outputs[output])
+    levels = _Levels.behind(y)
+    if levels is not None:
+        levels.resize(graph, count, rng, keep=add_classes is not None)
+        reinitialize_weights(graph, reinitialize, rng)
+        return ir.to_proto(work)
+    layer = _last_layer(y)
     shape = list(_shape(layer.weight))
     old = shape[layer.axis]
     fan_in = math.prod(shape) // old
@@ -174,6 +183,198 @@ def _last_layer(y: ir.Value) -> _Layer:
         None if bias is None else _constant_weight(node, bias),
         tuple(between),
     )
+
+
+def _find_value(graph: ir.Graph, name: str) -> ir.Value:
+    """Return an output or an inner value."""
+    outputs = {y.name or "": y for y in graph.outputs}
+    inner = (y for node in graph for y in node.outputs if y.name == name)
+    y = outputs.get(name) or next(inner, None)
+    if y is None:
+        raise PrepareError(f"unknown output: {name!r}\nhint: the model has {', '.join(outputs)}")
+    return y
+
+
+@dataclasses.dataclass
+class _Levels:
+    """The convolutions of all levels of a detector, and the sizes that depend on their channels."""
+
+    y: ir.Value
+    layers: list[_Layer] = dataclasses.field(default_factory=list[_Layer])
+    sizes: dict[ir.Node, tuple[int, int]] = dataclasses.field(
+        default_factory=dict[ir.Node, tuple[int, int]]
+    )
+    """Node with sizes -> the element that contains the classes, and its value."""
+
+    @classmethod
+    def behind(cls, y: ir.Value) -> _Levels | None:
+        """Return the levels of class logits ``[N, C, ...]``; None if one layer computes them."""
+        node = y.producer()
+        if node is None or node.op_type not in ("Concat", "Split", "Reshape"):
+            return None
+        classes = (S.dims_of(y) or (None, None))[1:2]
+        if node.op_type == "Split":
+            sizes = _constant_sizes(node)
+            classes = (None if sizes is None else sizes[node.outputs.index(y)],)
+        if not classes or not isinstance(classes[0], int):
+            return None
+        levels = cls(y)
+        levels.walk(y, 0, classes[0])
+        return levels
+
+    def walk(self, x: ir.Value | None, first: int, count: int) -> None:
+        """Go back to the layers that compute ``count`` channels of a value, from ``first`` on."""
+        node = None if x is None else x.producer()
+        if x is None or node is None:
+            raise self.refusal(node)
+        elif node.op_type == "Conv":
+            self.layers.append(self.layer(node, first, count))
+        elif node.op_type == "Split" and node.attributes.get_int("axis", 0) == 1:
+            sizes, k = _constant_sizes(node), node.outputs.index(x)
+            if sizes is None or first or sizes[k] != count:
+                raise self.refusal(node)
+            self.sizes[node] = (k, count)
+            self.walk(node.inputs[0], sum(sizes[:k]), count)
+        elif node.op_type == "Reshape":
+            size = _channels_of_reshape(node)
+            if size is None:
+                raise self.refusal(node)
+            self.sizes[node] = (1, size)
+            self.walk(node.inputs[0], first, count)
+        elif node.op_type == "Concat" and node.attributes.get_int("axis", 0) == 1:
+            for part in node.inputs:
+                size = None if part is None else _conv_channels(part)
+                if size is None or first < size:
+                    return self.walk(part, first, count)
+                first -= size
+            raise self.refusal(node)
+        elif node.op_type == "Concat":
+            for part in node.inputs:
+                self.walk(part, first, count)
+        else:
+            raise self.refusal(node)
+        return None
+
+    def layer(self, node: ir.Node, first: int, count: int) -> _Layer:
+        """Return a convolution that computes the classes and nothing else."""
+        weight = None if node.inputs[1] is None else _constant_weight(node, node.inputs[1])
+        grouped = node.attributes.get_int("group", 1) != 1
+        if weight is None or grouped or first or _shape(weight)[0] != count:
+            raise self.refusal(node)
+        bias = node.inputs[2] if len(node.inputs) > 2 else None
+        bias = None if bias is None else _constant_weight(node, bias)
+        return _Layer(node, weight, 0, bias, (node.outputs[0],))
+
+    def refusal(self, node: ir.Node | None) -> PrepareError:
+        """Return the error for a graph that is not followed."""
+        where = "an input" if node is None else f"{node.op_type} {node.name!r}"
+        return PrepareError(
+            f"the class layers of {self.y.name!r} were not found: {where} is on the way\n"
+            "hint: replace_head follows Split, Concat and Reshape along channels back to Conv"
+        )
+
+    def resize(self, graph: ir.Graph, count: int, rng: np.random.Generator, *, keep: bool) -> None:
+        """Give all layers ``count`` classes, or with ``keep`` so many more."""
+        old = _shape(self.layers[0].weight)[0]
+        changed = count if keep else count - old
+        after = self._values_after()
+        for layer in self.layers:
+            shape = list(_shape(layer.weight))
+            fan_in = math.prod(shape[1:])
+            _replace(layer.weight, _uniform([count, *shape[1:]], fan_in, rng), keep=keep)
+            if layer.bias is not None:
+                assert layer.bias.const_value is not None
+                mean = float(layer.bias.const_value.numpy().mean())
+                _replace(layer.bias, np.full(count, mean), keep=keep)
+        for node, (index, size) in self.sizes.items():
+            _set_size(graph, node, index, size + changed)
+        for y in after:
+            dims = list(y.shape or ())
+            if y in graph.outputs and len(dims) > 1 and isinstance(dims[1], int):
+                dims[1] += changed
+                y.shape = ir.Shape(dims)
+            elif y not in graph.outputs:
+                y.shape = None
+
+    def _values_after(self) -> list[ir.Value]:
+        """Return all values whose number of channels changes."""
+        values, queue = dict[ir.Value, None](), [layer.node.outputs[0] for layer in self.layers]
+        while queue:
+            x = queue.pop()
+            if x in values:
+                continue
+            values[x] = None
+            for use in x.uses():
+                node = use.node
+                if node.op_type == "Shape":
+                    continue
+                if node.op_type == "Split" and node in self.sizes:
+                    queue.append(node.outputs[self.sizes[node][0]])
+                elif node in self.sizes or node.op_type in ("Concat", *_PASSTHROUGH_OPS):
+                    queue += node.outputs
+                else:
+                    raise PrepareError(
+                        f"{node.op_type} {node.name!r} reads {x.name!r}, whose number of classes "
+                        "changes\nhint: replace_head follows activations and Concat behind a head"
+                    )
+        return list(values)
+
+
+def _constant_sizes(node: ir.Node) -> list[int] | None:
+    sizes = node.inputs[1] if len(node.inputs) > 1 else None
+    array = None if sizes is None else S.constant_of(sizes)
+    return None if array is None else array.tolist()
+
+
+def _channels_of_reshape(node: ir.Node) -> int | None:
+    """Return the second size of a Reshape: of a constant, or of a Concat of sizes."""
+    sizes = _constant_sizes(node)
+    if sizes is None:
+        pieces = node.inputs[1] and node.inputs[1].producer()
+        second = pieces.inputs[1] if pieces and len(pieces.inputs) == 3 else None
+        array = None if second is None else S.constant_of(second)
+        sizes = None if array is None or array.size != 1 else [0, int(array.item())]
+    return sizes[1] if sizes is not None and len(sizes) > 1 and sizes[1] > 0 else None
+
+
+def _conv_channels(x: ir.Value) -> int | None:
+    """Return the number of channels of the output of a convolution."""
+    node = x.producer()
+    if node is None or node.op_type != "Conv" or node.inputs[1] is None:
+        return None
+    return None if node.inputs[1].const_value is None else _shape(node.inputs[1])[0]
+
+
+def _set_size(graph: ir.Graph, node: ir.Node, index: int, size: int) -> None:
+    """Change a constant size that a node reads; other readers keep theirs."""
+    x = node.inputs[1]
+    assert x is not None
+    array = S.constant_of(x)
+    if array is None:
+        pieces = x.producer()
+        assert pieces is not None
+        if S.constant_of(pieces.inputs[index]).item() == size:  # another level has changed it
+            return
+        node, slot, array = pieces, index, np.array([size])
+    else:
+        slot, array = 1, array.copy()
+        array[index] = size
+    names = {*graph.initializers}
+    name = next(f"{x.name}.{i}" for i in range(len(names) + 1) if f"{x.name}.{i}" not in names)
+    tensor = ir.Tensor(array.astype(np.int64), name=name)
+    value = ir.Value(
+        name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor
+    )
+    graph.register_initializer(value)
+    before = node.inputs[slot]
+    node.replace_input_with(slot, value)
+    if before is not None and before.is_initializer() and not before.uses():
+        del graph.initializers[before.name or ""]
+
+
+def _replace(x: ir.Value, array: np.ndarray, *, keep: bool) -> None:
+    assert x.const_value is not None
+    _set(x, np.concatenate([x.const_value.numpy(), array]) if keep else array)
 
 
 def _split_bias(node: ir.Node) -> tuple[ir.Value | None, ir.Value | None]:
