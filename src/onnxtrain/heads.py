@@ -353,7 +353,9 @@ def _set_size(graph: ir.Graph, node: ir.Node, index: int, size: int) -> None:
     if array is None:
         pieces = x.producer()
         assert pieces is not None
-        if S.constant_of(pieces.inputs[index]).item() == size:  # another level has changed it
+        piece = pieces.inputs[index]
+        known = None if piece is None else S.constant_of(piece)
+        if known is not None and known.item() == size:  # another level has changed it
             return
         node, slot, array = pieces, index, np.array([size])
     else:
