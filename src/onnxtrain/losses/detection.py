@@ -142,7 +142,8 @@ class DETR(Loss):
     def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit the loss."""
         self._dims(prediction)
-        logits, (boxes, labels, actual) = prediction, targets
+        logits, boxes = (op.cast(x, FLOAT) for x in (prediction, targets[0]))
+        _, labels, actual = targets
         if D.shapes_differ(op.dims(boxes), (None, None, 4)):
             raise ShapeError(
                 f"DETR does not accept {S.describe_value(boxes)} as boxes\n"
@@ -417,7 +418,8 @@ class YOLO(Loss):
 
     def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit the loss."""
-        distances, (logits, labels, boxes) = prediction, targets
+        distances, logits = (op.cast(x, FLOAT) for x in (prediction, targets[0]))
+        _, labels, boxes = targets
         for x in (distances, logits):
             check_rank(self, x, (3,), "distances [N, 4 * bins, A] and class logits [N, C, A]")
         bins, x, y, stride = self._anchors(distances)
