@@ -72,8 +72,6 @@ CAUSES_OF = {
     "5e-4, the tolerance is 1e-5; then reads private internals",
     "test_conv_transpose_gradient_with_groups": "rounding: sums of 2,000 products differ by 6e-5, "
     "the tolerance is 1e-8",
-    "test_mixed_nnmodule_ortmodules_training": "rounding: differs by 2.0004e-6, the tolerance is "
-    "2e-6",
     "test_gradient_correctness_argmax_unfold": "rounding: torch itself differs by 1e-4 from "
     "float64, the tolerance",
     "test_ortmodule_list_dict_input_with_kwargs_and_registered_buffer": "rounding: sums of 784 "
