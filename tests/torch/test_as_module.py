@@ -323,6 +323,31 @@ def test_too_large_to_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
         copy.deepcopy(module)
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_graph_cut_at_its_normalizations_computes_the_same(
+    grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convolutions = [nn.Conv2d(c, d, 3, bias=False) for c, d in ((1, 4), (4, 2))]
+    layers = [convolutions[0], nn.BatchNorm2d(4), nn.Tanh(), convolutions[1]]
+    file = from_torch(nn.Sequential(*layers, nn.BatchNorm2d(2)), torch.randn(2, 1, 8, 8))
+    whole, cut = (as_module(file, threads=1, sync_batch_norm=s) for s in (False, True))
+    monkeypatch.setattr("onnxtrain.torch.onnx_module.has_peers", lambda: True)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda x: None)  # of one worker
+    images = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    with torch.set_grad_enabled(grad):
+        for _ in range(2):
+            torch.testing.assert_close(cut(images), whole(images))
+    if grad:
+        inputs = [images.clone().requires_grad_() for _ in range(2)]
+        for module, x in zip((cut, whole), inputs, strict=True):
+            (module(x) * images[:, :, 2:6, 2:6]).sum().backward()
+        torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-4, atol=1e-5)
+        for p, q in zip(cut.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(cut.state_dict(), whole.state_dict())
+    assert any("running_var" in n for n in cut.state_dict())
+
+
 def test_statistics_in_a_body_cannot_be_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:
     model = onnx.parser.parse_model(
         """<ir_version: 8, opset_import: ["" : 17]>
