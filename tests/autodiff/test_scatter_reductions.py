@@ -76,3 +76,21 @@ def test_gradient_of_top_k_with_equal_values() -> None:
     _, chosen, dx = stock(vjp)([np.ones(4), np.array([3.0, 4.0])])
     np.testing.assert_array_equal(dx[chosen], [3, 4])
     assert dx.sum() == 7
+
+
+def test_max_pooling_in_float16_sums_in_float32() -> None:
+    """onnxruntime adds no float16 elements on the CPU."""
+    vjp = onnxtrain.vjp(
+        onnx.parser.parse_model(
+            """
+            <ir_version: 10, opset_import: ["" : 21]>
+            g (float16[N, 1, T] x) => (float16[N, 1, S] y) {
+                y = MaxPool <kernel_shape = [3], strides = [2]> (x)
+            }
+            """
+        ),
+        wrt="x",
+    )
+    x = np.array([[[1, 2, 9, 4, 5]]], np.float16)
+    _, dx = stock(vjp)([x, np.array([[[3, 4]]], np.float16)])
+    np.testing.assert_array_equal(dx, np.array([[[0, 0, 7, 0, 0]]], np.float16))

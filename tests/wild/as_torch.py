@@ -1,7 +1,8 @@
 """Gradients of ``as_module`` beside those of ``vjp``: ``python -m tests.wild.as_torch [PATTERN]``.
 
 Each file of ``make wild`` runs in its own process, with random derivatives of all float outputs;
-of what goes into a sigmoid or softmax, if an output ends in one.
+of what goes into a sigmoid or softmax, if an output ends in one. Rounding is not an error: deep nets
+may differ by a multiple of what the last bit of their weights changes.
 An error is relative to the largest element of a tensor's gradient, or to a hundredth of the
 largest of all tensors. Both differentiate the same graph and differ in what the runtime fuses.
 """
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import onnx
 import onnxruntime
 import torch
 
@@ -35,7 +35,7 @@ from tests.wild.surgery import before_saturation
 LIMIT, HALF_LIMIT = 1e-5, 2e-2
 """Largest errors of files in float32 and in float16."""
 ROUNDING = 4
-"""Or this many times what the runtime's optimizations change in the same graph: deep nets round."""
+"""Or this many times what the last bit of the weights changes: that much deep nets round."""
 
 
 class Errors(NamedTuple):
@@ -43,7 +43,7 @@ class Errors(NamedTuple):
 
     module: float
     rounding: float
-    """Of ``vjp`` without the runtime's optimizations, which round differently."""
+    """Of ``vjp`` with weights that differ in their last bit."""
 
 
 def gradient_errors(path: Path, folder: Path) -> Errors:
@@ -82,28 +82,27 @@ def gradient_errors(path: Path, folder: Path) -> Errors:
     torch.autograd.backward(*zip(*pairs, strict=True))
     names = [v.name for v in graph.graph.input][-len(seeds) :]
     cotangents = {n: s.numpy() for n, s in zip(names, seeds, strict=True)}
-    values = {**feeds, **weights, **cotangents}
-    expected, plain = (_of_graph(graph, list(weights), values, o) for o in (True, False))
+    nudged = {n: np.nextafter(w, w + w) if w.dtype.kind == "f" else w for n, w in weights.items()}
+    reference = onnxruntime.InferenceSession(graph.SerializeToString(), _options())
+    expected, near = (
+        _gradients(reference, list(weights), {**feeds, **some, **cotangents})
+        for some in (weights, nudged)
+    )
     own = {n: p.grad for n, p in parameters.items()}
     found = {n: 0.0 if g is None else g.double().numpy() for n, g in own.items()}
-    return Errors(_worst(found, expected), _worst(plain, expected))
+    return Errors(_worst(found, expected), _worst(near, expected))
 
 
-def _options(*, optimized: bool = True) -> onnxruntime.SessionOptions:
+def _options() -> onnxruntime.SessionOptions:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # of inputs that are tried
-    if not optimized:
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     return options
 
 
-def _of_graph(
-    graph: onnx.ModelProto, weights: list[str], values: dict[str, np.ndarray], optimized: bool
+def _gradients(
+    session: onnxruntime.InferenceSession, weights: list[str], feeds: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return the gradients that a graph computes."""
-    data = graph.SerializeToString()
-    session = onnxruntime.InferenceSession(data, _options(optimized=optimized))
-    gradients = session.run([f"{n}_grad" for n in weights], values)
+    gradients = session.run([f"{n}_grad" for n in weights], feeds)
     return {n: np.asarray(g, np.float64) for n, g in zip(weights, gradients, strict=True)}
 
 
@@ -125,7 +124,9 @@ def judged(path: Path, label: str) -> Row:
             row.gradient, rounding = gradient_errors(path, Path(folder))
         limit = HALF_LIMIT if "fp16" in label else LIMIT
         row.verdict = "equal" if row.gradient <= max(limit, ROUNDING * rounding) else "differs"
-        row.message = f"{rounding:.0e} without optimizations" if row.gradient > limit else ""
+        row.message = (
+            f"{rounding:.0e} by the last bit of the weights" if row.gradient > limit else ""
+        )
     except OnnxTrainError as error:
         row.verdict, row.message = "refused", str(error)
     except Exception as error:  # whatever it is, it is the row's answer

@@ -27,6 +27,7 @@ from onnxtrain.autodiff.rule_registry import (
     vjp,
 )
 from onnxtrain.autodiff.rules.conv import input_gradient
+from onnxtrain.autodiff.rules.index import upcast_half
 from onnxtrain.errors import ShapeError
 from onnxtrain.expand.conv import can_decompose_max_pool
 from onnxtrain.graph import shapes as S
@@ -188,9 +189,11 @@ def _unpooling_kernel(x: ir.Value, y: ir.Value, win: Windows) -> list[int] | Non
 def _scatter(op: OpBuilder, dy: ir.Value, indices: ir.Value, x: ir.Value) -> ir.Value:
     """Scatter-add ``dy`` at flat positions of a tensor with the size of ``x``."""
     assert x.dtype is not None
-    flat = op.full(_vector(op, _size(op, x)), 0.0, x.dtype)
-    updates = op.Reshape(dy, [-1])
-    return op.ScatterElements(flat, op.Reshape(indices, [-1]), updates, axis=0, reduction="add")
+    updates = op.Reshape(upcast_half(op, dy), [-1])
+    assert updates.dtype is not None
+    flat = op.full(_vector(op, _size(op, x)), 0.0, updates.dtype)
+    where = op.Reshape(indices, [-1])
+    return op.cast(op.ScatterElements(flat, where, updates, axis=0, reduction="add"), x.dtype)
 
 
 def _by_first_match(op: OpBuilder, dy: ir.Value, pooling: _Pooling) -> ir.Value:
