@@ -1,10 +1,10 @@
 """Gradients of ``as_module`` beside those of ``vjp``: ``python -m tests.wild.as_torch [PATTERN]``.
 
-Each file of ``make wild`` runs in its own process, with random derivatives of all float outputs;
-of what goes into a sigmoid or softmax, if an output ends in one. Rounding is not an error: deep nets
-may differ by a multiple of what the last bit of their weights changes.
-An error is relative to the largest element of a tensor's gradient, or to a hundredth of the
-largest of all tensors. Both differentiate the same graph and differ in what the runtime fuses.
+Each file of ``make wild`` runs in its own process, with random derivatives of all float outputs; of
+what goes into a sigmoid or softmax, if an output ends in one. An error is relative to the largest
+element of a tensor's gradient, or to a hundredth of the largest of all tensors. Both differentiate
+the same graph and differ in what the runtime fuses, so deep nets may differ by a multiple of what
+the last bit of their weights changes.
 """
 
 from __future__ import annotations
