@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import torch
 
 import onnxtrain
 from onnxtrain import optim
@@ -20,6 +21,7 @@ from onnxtrain.errors import MissingExtraError, OnnxTrainError, VerificationErro
 from onnxtrain.runtime import devices
 from onnxtrain.runtime import session as runtime
 from onnxtrain.runtime.devices import CPU, DEVICES, Device, check, find, register_device
+from onnxtrain.torch import as_module
 from onnxtrain.training import Trainer
 from tests.artifacts.models import data
 from tests.runtime.test_stale_inputs import CopyingBinding, MemoryInfo
@@ -143,6 +145,23 @@ def test_a_model_is_built_for_the_target_of_the_device(toy: Callable[..., None])
     for call in (lambda: Trainer(made(), loss="mse"), lambda: Trainer(made(), devcie="toy")):
         with pytest.raises(TypeError, match=r"unexpected keyword argument '(loss|devcie)'"):
             call()
+
+
+def test_a_torch_module_computes_on_a_device(toy: Callable[..., None]) -> None:
+    x, labels = (torch.tensor(a) for a in data(8))
+    gradients = []
+    toy()
+    for device in (None, "toy"):
+        module = as_module(classifier(), outputs="scores", device=device)
+        torch.nn.functional.cross_entropy(module(x), labels).backward()
+        gradients.append({n: p.grad.numpy() for n, p in module.named_parameters()})
+    for name, gradient in gradients[0].items():
+        np.testing.assert_allclose(gradients[1][name], gradient, rtol=1e-5, atol=1e-7)
+    (call,) = module._compiled_calls.values()
+    assert isinstance(call.forward.session, ToySession)
+    assert isinstance(call.backward.session, ToySession)
+    with pytest.raises(MissingExtraError, match=r"cuda: onnxruntime .* has no CUDA"):
+        as_module(classifier(), device="cuda")
 
 
 def test_names_of_devices() -> None:

@@ -33,6 +33,7 @@ from onnxtrain.graph.simplify import simplify
 from onnxtrain.modes import running_statistics
 from onnxtrain.modes.randomness import portable_dropout
 from onnxtrain.runtime import session as runtime
+from onnxtrain.runtime.devices import Device
 from onnxtrain.runtime.devices import check as check_device
 from onnxtrain.torch.calls import INNER_PREFIX, FlatArguments, FlatModule, FlatResults
 from onnxtrain.torch.checking import detached_copy
@@ -231,6 +232,9 @@ class CompiledCall:
     """Input of the graph -> buffer of the module."""
     random: bool
     device: torch.device
+    """Where the tensors are."""
+    provider: Device | None = None
+    """Where the sessions run, if the tensors are on the CPU and the sessions are not."""
     saved: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
     differentiable: tuple[str, ...] = ()
@@ -265,14 +269,14 @@ class Session:
     def __init__(
         self,
         model: onnx.ModelProto,
-        device: torch.device,
+        device: torch.device | Device,
         threads: int | None,
         folder: str | None = None,
     ) -> None:
         data = model.SerializeToString()
         self.session = runtime.create(
             data if folder is None else runtime.ModelWithWeightsFolder.of(data, folder),
-            device=str(device),
+            device=device if isinstance(device, Device) else str(device),
             threads=threads,
         )
         self.inputs = [i.name for i in self.session.get_inputs()]
@@ -457,9 +461,10 @@ def split_graphs(
     floats = [
         y.name or "" for y in work.graph.outputs if y.name in compiled.outputs and S.is_float(y)
     ]
-    device, folder = compiled.device, weights_folder(work)
+    device, folder = compiled.provider or compiled.device, weights_folder(work)
+    target = device.target if isinstance(device, Device) else device.type
     if wrt and floats:
-        parts = split(work, wrt, floats, target=device.type)
+        parts = split(work, wrt, floats, target=target)
         save("optimized", parts.forward)
         save("execution_model", parts.backward)
         compiled.forward = Session(parts.forward, device, threads, folder)

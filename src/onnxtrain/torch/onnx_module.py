@@ -34,6 +34,7 @@ from onnxtrain.graph.io.writer import all_tensors, bytes_writer, write_files
 from onnxtrain.importer import Prepared, expose_weights
 from onnxtrain.modes import to_evaluation, to_training, unshare_running_statistics
 from onnxtrain.modes.randomness import portable_dropout
+from onnxtrain.runtime.devices import Device, check
 from onnxtrain.torch.module import (
     RNG,
     CompiledCall,
@@ -57,6 +58,7 @@ def as_module(
     outputs: Names = None,
     threads: int | None = None,
     sync_batch_norm: bool = False,
+    device: str | Device | None = None,
 ) -> OnnxModule:
     """Return an ONNX model as a torch module whose forward and backward run on ONNX Runtime.
 
@@ -77,6 +79,9 @@ def as_module(
         sync_batch_norm: in a process group, let BatchNormalization in training mode use the
             statistics of all workers, as ``torch.nn.SyncBatchNorm`` does. Each normalization then
             runs in torch, between sessions for the nodes before and after it.
+        device: execution provider that computes, such as ``"openvino"``, while parameters and
+            inputs are torch's on the CPU. By default the sessions run where the inputs are:
+            ``.to("cuda")`` moves them.
 
     >>> import onnxtrain.torch, os, torch
     >>> net = onnxtrain.torch.as_module(onnxtrain.examples.digits_model())
@@ -94,7 +99,22 @@ def as_module(
         outputs=outputs,
         threads=threads,
         sync_batch_norm=sync_batch_norm,
+        device=device,
     )
+
+
+def _provider(device: str | Device) -> Device:
+    """Return the device of the sessions.
+
+    Raises:
+        OnnxTrainError: if its tensors are not in memory of the CPU.
+    """
+    found = check(device)
+    if not found.on_host:
+        raise OnnxTrainError(
+            f'device={str(found)!r}: tensors would have to be there\nhint: .to("{found}")'
+        )
+    return found
 
 
 class _Tensor(NamedTuple):
@@ -129,9 +149,11 @@ class OnnxModule(nn.Module):
         outputs: Names = None,
         threads: int | None = None,
         sync_batch_norm: bool = False,
+        device: str | Device | None = None,
     ) -> None:
         super().__init__()
         self._settings = {"outputs": outputs, "threads": threads, "sync": sync_batch_norm}
+        self._provider = None if device is None else _provider(device)
         self._path = os.fsdecode(model) if isinstance(model, str | os.PathLike) else None
         self._prepare(model)
         base = self._base
@@ -283,7 +305,17 @@ class OnnxModule(nn.Module):
     def _compile(
         self, wrt: list[str], device: torch.device, *, synchronized: bool
     ) -> CompiledCall | SynchronizedCall:
-        work = self._normal_form(device.type).copy().model
+        provider = None
+        if self._provider is not None:
+            provider = check(self._provider)
+            if device.type != "cpu":
+                raise OnnxTrainError(
+                    f"the tensors are on {device}, and the sessions run on {provider}\n"
+                    'hint: .to("cpu") moves the module; as_module without device= runs on any GPU '
+                    "of torch that onnxruntime has"
+                )
+        target = device.type if provider is None else provider.target
+        work = self._normal_form(target).copy().model
         graph, parameters = work.graph, [p.name for p in self._parameter_slots]
         inputs = [x.name or "" for x in graph.inputs]
         outputs = [y.name or "" for y in graph.outputs]
@@ -291,7 +323,7 @@ class OnnxModule(nn.Module):
             to_training(work, trainable=set(parameters))
         else:
             to_evaluation(work)
-        portable_dropout(work, rng_input_name=RNG, target=device.type)
+        portable_dropout(work, rng_input_name=RNG, target=target)
         updated = expose_statistics(work) if self.training and not synchronized else {}
         buffers = [b.name for b in self._buffer_slots if b.name in graph.initializers]
         lift(graph, [graph.initializers[n] for n in (*buffers, *parameters)])
@@ -313,6 +345,7 @@ class OnnxModule(nn.Module):
                 read={n: n for n in buffers if n in inputs},
                 random=any(x.name == RNG for x in part.graph.inputs),
                 device=device,
+                provider=provider,
             )
             split_graphs(compiled, part, wrt, self._settings["threads"])
             return compiled
