@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 
@@ -77,6 +78,17 @@ def test_pairs_raise_the_margin_of_the_chosen_answer(
         margins.append(chosen - rejected)
     assert margins[1] > margins[0] + 1
     assert {"peft/", "adapter.onnx_adapter", "merged/"} <= set(result.files)
+
+
+def test_adapters_by_block_leave_no_branch(folder: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"method": "dpo", "lora_blocks": True, "epochs": 1, **FAST}
+    onnxtrain.finetune(folder, PAIRS, tmp_path, **options)
+    merged = onnx.load(tmp_path / "merged" / "model.onnx")
+    plain = onnx.load(folder / "model.onnx")
+    count = [sum(n.op_type == "MatMulNBits" for n in m.graph.node) for m in (plain, merged)]
+    assert count[0] == count[1]
+    assert not any("lora_" in i.name for i in merged.graph.initializer)
+    assert any(i.name.endswith(".zero_points") for i in merged.graph.initializer)
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])

@@ -73,6 +73,11 @@ class FineTuneOptions:
         Flag(float, "LoRA alpha: adapters are scaled by alpha / rank. Default: twice the rank."),
         unchanged,
     )
+    lora_blocks: bool = option(
+        False,
+        Flag(bool, "Adapters that merge into quantized weights without rounding (QA-LoRA)."),
+        unchanged,
+    )
     targets: str | Sequence[str] = option(
         (),
         Flag(

@@ -291,6 +291,7 @@ def finetune(
     tokenizer: Any = None,
     lora_rank: int | None = None,
     lora_alpha: float | None = None,
+    lora_blocks: bool = False,
     targets: str | Sequence[str] = (),
     train: str | Sequence[str] | None = None,
     epochs: int = 3,
@@ -341,6 +342,8 @@ def finetune(
         lora_rank: rank of the LoRA adapters; 0 trains the weights themselves. Default: 8 for
             language models, 0 for other models.
         lora_alpha: adapters are scaled by ``alpha / rank``. Default: twice the rank.
+        lora_blocks: adapters that merge into quantized weights without rounding, see
+            :func:`onnxtrain.lora`.
         targets: layers that get an adapter, see :func:`onnxtrain.lora`. Default: ``"attention"``.
         train: weights to train without adapters: ``"bias"``, ``"norm"``, ``"last:2"``, names or
             globs. Default: all weights.
@@ -402,7 +405,14 @@ class FineTuneRun:
         if train is not None and task.trained:
             train = [*([train] if isinstance(train, str) else train), *task.trained]
         if o.lora_rank:
-            adapted = lora(source, o.lora_rank, o.lora_alpha or 1.0, o.targets, seed=o.seed)
+            adapted = lora(
+                source,
+                o.lora_rank,
+                o.lora_alpha or 1.0,
+                o.targets,
+                blocks=o.lora_blocks,
+                seed=o.seed,
+            )
             train = [*adapted.names, *task.trained] if task.trained else None
             source = CheckedModel(adapted.model)
         artifacts = build(
