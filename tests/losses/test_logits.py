@@ -400,7 +400,8 @@ def test_losses_that_read_logits_say_so() -> None:
     reading = {name: L.LOSSES.find(name).reads.name for name in L.LOSSES}
     assert {n for n, r in reading.items() if r != "VALUES"} == {
         *("cross_entropy", "nll", "bce_with_logits", "causal_lm", "kl_div", "ctc"),
-        *("dpo", "ipo", "kto", "orpo", "distillation"),
+        *("dpo", "ipo", "kto", "orpo", "distillation", "focal", "sigmoid_focal", "dice"),
+        *("sigmoid_dice", "multilabel_soft_margin"),
     }
     assert dataclasses.fields(L.NLL)  # `reads` is no option
     assert "reads" not in {f.name for f in dataclasses.fields(L.NLL)}
