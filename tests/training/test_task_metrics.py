@@ -214,5 +214,9 @@ def test_cer_by_name_in_evaluate() -> None:
         "target_lengths": np.array([3, 3, 1]),
     }
     assert trainer.evaluate(rows, metrics=["cer"], batch_size=2).metrics["cer"] == 1 / 7
-    with pytest.raises(OnnxTrainError, match=r"(?s)'wer' needs .*WordErrorRate\(separator"):
-        trainer.evaluate(rows, metrics=["wer"])
+    named = trainer.evaluate(rows, metrics=["cer:blank=0", "wer:separator=2"]).metrics
+    assert named == {"cer": 1 / 7, "wer": pytest.approx(1 / 5)}
+    with pytest.raises(OnnxTrainError, match=r"unexpected .*'words'\nhint: its options are sep"):
+        trainer.evaluate(rows, metrics=["wer:words=1"])
+    with pytest.raises(OnnxTrainError, match=r"missing .*'decode'\nhint: its options are decode"):
+        trainer.evaluate(rows, metrics=["coco_map"])

@@ -226,7 +226,7 @@ class MAE(Metric):
 
 DATA_SET_METRICS = (
     *("precision", "recall", "f1", "auc", "map", "confusion_matrix", "r2"),
-    *("miou", "dice", "cer"),
+    *("miou", "dice", "coco_map", "cer", "wer"),
 )
 """Metrics that are not means over batches: ``fit`` and ``evaluate`` compute them outside the graph,
 from all predictions of a data set."""
@@ -239,7 +239,7 @@ def metric_by_name(name: str) -> Metric:
     True
     """
     number = re.fullmatch(r"top_(\d+)", name)
-    if name in DATA_SET_METRICS:
+    if name.partition(":")[0] in DATA_SET_METRICS:
         raise PrepareError(
             f"{name!r} is not a mean over batches, which metrics of a graph are\nhint: "
             + by_caller(

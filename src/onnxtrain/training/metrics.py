@@ -23,7 +23,9 @@ import numpy as np
 
 from onnxtrain.errors import OnnxTrainError, PrepareError, ShapeError, by_caller, expected_one_of
 from onnxtrain.losses.metrics import METRICS
+from onnxtrain.registry import parse_options
 from onnxtrain.runtime.feeds import to_array
+from onnxtrain.training.detection_metrics import CocoMAP
 
 if TYPE_CHECKING:
     from onnxtrain.training.trainer import Trainer
@@ -51,8 +53,8 @@ class Metrics:
                 raise OnnxTrainError(
                     f"the graph already reports {name!r}\nhint: metrics={{'my_{name}': ...}}"
                 )
-            if isinstance(metric, str) and metric in OBJECTS:
-                self._objects[name] = OBJECTS[metric]()
+            if isinstance(metric, str) and parse_options(metric)[0] in OBJECTS:
+                self._objects[name] = _object_by_name(metric)
             elif _is_object(metric):
                 self._objects[name] = metric
             elif isinstance(metric, str):
@@ -150,9 +152,22 @@ def _by_name(given: MetricsLike) -> dict[str, Any]:
     return metrics
 
 
+def _object_by_name(text: str) -> Any:
+    """Return a metric of a name with options, such as ``coco_map:decode=detr``."""
+    name, options = parse_options(text)
+    try:
+        return OBJECTS[name](**options)
+    except TypeError as error:
+        parameters = ", ".join(inspect.signature(OBJECTS[name]).parameters)
+        raise PrepareError(
+            f"metric {text!r}: {str(error).rpartition('.')[2]}\n"
+            f"hint: its options are {parameters}, as in {name}:option=value"
+        ) from error
+
+
 def _name_of(metric: Any) -> str:
     if isinstance(metric, str):
-        return metric
+        return metric.partition(":")[0]
     inner = metric.func if isinstance(metric, functools.partial) else metric
     return getattr(inner, "__name__", type(inner).__name__)
 
@@ -382,11 +397,6 @@ def _built_in(name: str) -> Callable[[Comparison], Any]:
         raise OnnxTrainError(
             f"{name!r} is a metric of the graph\nhint: "
             + by_caller(f"build(..., metrics=[{name!r}])", f"onnxtrain build ... --metric {name}")
-        )
-    if name == "wer":
-        raise OnnxTrainError(
-            "'wer' needs the label that stands between words\n"
-            "hint: metrics={'wer': onnxtrain.training.WordErrorRate(separator=...)}"
         )
     known = [*BUILT_IN, *OBJECTS, "top_3"]
     raise OnnxTrainError(f"unknown metric: {name!r} {expected_one_of(name, known)}")
@@ -670,9 +680,11 @@ def edit_distance(a: Sequence[Any], b: Sequence[Any]) -> int:
     return row[-1]
 
 
-OBJECTS: dict[str, Callable[[], Any]] = {
+OBJECTS: dict[str, Callable[..., Any]] = {
     "miou": MeanIoU,
     "dice": DiceScore,
+    "coco_map": CocoMAP,
     "cer": CharErrorRate,
+    "wer": WordErrorRate,
 }
 """Built-in metrics that read one batch at a time, by name."""
