@@ -274,7 +274,7 @@ class _Levels:
         )
 
     def resize(self, graph: ir.Graph, count: int, rng: np.random.Generator, *, keep: bool) -> None:
-        """Give all layers ``count`` classes, or with ``keep`` so many more."""
+        """Give all layers ``count`` classes, or with ``keep`` add ``count`` classes."""
         old = _shape(self.layers[0].weight)[0]
         changed = count if keep else count - old
         after = self._values_after()

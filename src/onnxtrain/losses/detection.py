@@ -379,7 +379,7 @@ class YOLO(Loss):
     of the targets. The loss does not grow with the batch, other than that of ultralytics.
 
     Args:
-        image_size: height and width in pixels; by default the square that has so many anchors.
+        image_size: height and width in pixels; by default the square with this number of anchors.
         strides: pixels per cell of each level.
         topk: number of anchors that a box takes.
         alpha: exponent of the class probability in the measure.
