@@ -69,7 +69,7 @@ def _narrow(x: np.ndarray) -> np.ndarray:
 def train(
     folder: Path, target: str, device: Any, threads: int | None = 1
 ) -> tuple[np.ndarray, float, Trainer]:
-    """Return the losses of the first steps, the milliseconds of the fastest one, and the trainer."""
+    """Return the losses of the first steps, the time of the fastest one, and the trainer."""
     with np.load(folder / "batch.npz") as file:
         batch = dict(file)
     trainer = Trainer(Artifacts.load(folder / target), device=device, threads=threads)

@@ -16,8 +16,8 @@ BEGIN, END = (
     "<!-- end of devices -->",
 )
 _SYSTEMS = {"Darwin": "macOS"}
-_EQUAL = 1e-4
-"""Largest relative difference of a loss that counts as equal."""
+_EQUAL = 1e-2
+"""Largest relative difference of a loss that counts as equal: TF32 has ten bits."""
 
 
 def results(name: str) -> dict[str, Any] | None:
@@ -28,7 +28,16 @@ def results(name: str) -> dict[str, Any] | None:
 
 def table() -> str:
     """Return the table in Markdown."""
-    head = ("`device=`", "provider", "install", "target", "tested", "nets that train", "step time")
+    head = (
+        "`device=`",
+        "provider",
+        "install",
+        "target",
+        "tested",
+        "nets that train",
+        "difference",
+        "step time",
+    )
     rows = [head, ("---",) * len(head), *(_row(d) for d in DEVICES.values())]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -38,6 +47,7 @@ def _row(device: Device) -> tuple[str, ...]:
     wheel = f"`{device.wheel}`" + (f", {systems}" if systems else "")
     run = results(device.name)
     nets = {} if run is None else run["nets"]
+    nets = {n: {**r, **r.get("tensors", {})} for n, r in nets.items()}
     equal = [n for n in nets.values() if n.get("difference", 1.0) <= _EQUAL]
     ratios = [n["ms"] / n["ms_cpu"] for n in equal]
     return (
@@ -47,6 +57,7 @@ def _row(device: Device) -> tuple[str, ...]:
         f"`{device.target}`, {device.target_source}",
         device.tested or "untested",
         f"{len(equal)} of {len(nets)} ({run['date']})" if run else "",
+        f"{max(n['difference'] for n in equal):.0e}" if equal else "",
         f"{statistics.median(ratios):.1f} x CPU" if ratios else "",
     )
 

@@ -341,8 +341,9 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
     def create(source: Any, options: Any, **kwargs: Any) -> Any:
         session = Session(source, options, providers=[CPU])
-        if "providers" in kwargs:
+        if kwargs.get("providers") == [CPU]:
             return session
+        assert "providers" not in kwargs, "a plugin is left out by name"
         assert options.chosen[0][0].ep_name == TOY
         return ToySession(session, 0.0, copies=False)
 
@@ -351,6 +352,9 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
             raise RuntimeError("undefined symbol: CreateEpFactories\nmore")
         registered.append((name, path))
 
+    def available() -> list[str]:
+        return [CPU, TOY] if registered else [CPU]
+
     def found() -> list[Any]:
         return [FakeEpDevice() for _, path in registered if "empty" not in path]
 
@@ -358,6 +362,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     monkeypatch.setattr(onnxruntime, "InferenceSession", create)
     monkeypatch.setattr(onnxruntime, "register_execution_provider_library", register)
     monkeypatch.setattr(onnxruntime, "get_ep_devices", found)
+    monkeypatch.setattr(onnxruntime, "get_available_providers", available)
     monkeypatch.setattr(devices, "_registered", set())
     monkeypatch.setattr(devices, "DEVICES", dict(DEVICES))
     return registered

@@ -380,9 +380,6 @@ def check(device: str | Device) -> Device:
     if device.is_cpu:
         return device
     ort = import_onnxruntime()
-    available = ort.get_available_providers()
-    if device.provider in available:
-        return device
     found = plugin_devices(device)
     if found and (device.index or 0) < len(found):
         return device
@@ -391,6 +388,9 @@ def check(device: str | Device) -> Device:
             f"{device}: this machine has {len(found)} of them, counted from 0\n"
             f"hint: device={device.name!r} is the first one"
         )
+    available = ort.get_available_providers()
+    if device.provider in available:
+        return device
     if device.library or _installed_library(device.plugin):
         raise OnnxTrainError(
             f"{device.name}: the plugin is installed and finds no device on this machine\n"
@@ -427,12 +427,13 @@ def open_session(
     settings = device.settings(capture=capture, threads=threads)
     if device.is_cpu:
         return ort.InferenceSession(source, options, providers=[CPU])
-    if device.provider in ort.get_available_providers():
-        providers = [(device.provider, settings), *device.behind, CPU]
-        return ort.InferenceSession(source, options, providers=providers, enable_fallback=0)
+    # Plugins first: onnxruntime lists a registered one as available, but leaves it out by name.
     found = plugin_devices(check(device))
-    options.add_provider_for_devices([found[device.index or 0]], settings)
-    return ort.InferenceSession(source, options, enable_fallback=0)
+    if found:
+        options.add_provider_for_devices([found[device.index or 0]], settings)
+        return ort.InferenceSession(source, options, enable_fallback=0)
+    providers = [(device.provider, settings), *device.behind, CPU]
+    return ort.InferenceSession(source, options, providers=providers, enable_fallback=0)
 
 
 def first_line(error: BaseException) -> str:
