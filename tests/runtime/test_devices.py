@@ -215,7 +215,7 @@ def test_a_provider_that_fails_to_start(toy: Callable[..., None]) -> None:
         Trainer(made(), device="toy")
     assert str(error.value) == (
         f"toy: {TOY} does not start: libtoy.so.3: cannot open shared object file\n"
-        "hint: `onnxtrain check-device toy` prints what onnxruntime logs; "
+        "hint: `onnxtrain devices` lists the devices of this machine; "
         'device="cpu" trains on the CPU'
     )
 

@@ -254,7 +254,7 @@ def _check_providers(session: Any, device: Device) -> None:
 def _not_started(device: Device, why: str) -> OnnxTrainError:
     return OnnxTrainError(
         f"{device}: {device.provider} does not start: {why}\n"
-        f"hint: `onnxtrain check-device {device}` prints what onnxruntime logs; "
+        "hint: `onnxtrain devices` lists the devices of this machine; "
         + by_caller('device="cpu" trains on the CPU', "--device cpu trains on the CPU")
     )
 
