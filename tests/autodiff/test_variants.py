@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import pkgutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import onnxtrain
+import onnxtrain.autodiff.rules
+import onnxtrain.losses
 from onnxtrain.autodiff import rule_registry
 from onnxtrain.autodiff.rule_registry import Choice, Variant, select_variant_name
-from onnxtrain.autodiff.rules import (
-    activations,
-    batch_norm,
-    conv,
-    conv_weight,
-    losses,
-    norm,
-    pool,
-    quantize,
-)
-from onnxtrain.losses import causal_lm, classification, metrics
 from onnxtrain.targets import find
 
 SOURCE = Path(onnxtrain.__file__).parent
@@ -70,44 +65,31 @@ def test_rules_do_not_query_the_target(folder: str) -> None:
     )
 
 
+SHARED_CHOICES = {"AT_LABEL": "BY_LABEL", "WITHOUT_LABEL": "BY_LABEL"}
+
+
+def tables() -> Iterator[tuple[str, dict[str, Any], Any, bool]]:
+    """Yield name, variants and choices of every table, and whether targets have lists of theirs."""
+    for package in (onnxtrain.autodiff.rules, onnxtrain.losses):
+        for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            module = importlib.import_module(info.name)
+            for name, variants in vars(module).items():
+                stem = name.removesuffix("_VARIANTS")
+                if stem == name or not name.isupper():
+                    continue
+                found = getattr(module, SHARED_CHOICES.get(stem, f"{stem}_CHOICES"))
+                by_family = isinstance(found, dict)
+                for choices in found.values() if by_family else [found]:
+                    yield f"{info.name}.{stem}", variants, choices, by_family
+
+
 def test_tables_name_existing_variants_and_end_with_a_fallback() -> None:
-    tables = [
-        (activations.GELU_VARIANTS, activations.GELU_CHOICES),
-        (batch_norm.TRAINING_VARIANTS, batch_norm.TRAINING_CHOICES),
-        (activations.POSITIVE_VARIANTS, activations.POSITIVE_CHOICES),
-        (batch_norm.STATISTICS_VARIANTS, batch_norm.STATISTICS_CHOICES),
-        (batch_norm.BROADCAST_VARIANTS, batch_norm.BROADCAST_CHOICES),
-        (batch_norm.DIFFERENCE_VARIANTS, batch_norm.DIFFERENCE_CHOICES),
-        (batch_norm.GRADIENT_VARIANTS, batch_norm.GRADIENT_CHOICES),
-        (conv.SCALE_VARIANTS, conv.SCALE_CHOICES),
-        (norm.MEANS_VARIANTS, norm.MEANS_CHOICES),
-        (norm.INPUT_GRAD_VARIANTS, norm.INPUT_GRAD_CHOICES),
-        (norm.RENORMALIZE_VARIANTS, norm.RENORMALIZE_CHOICES),
-        (quantize.INPUT_GRAD_VARIANTS, quantize.INPUT_GRAD_CHOICES),
-        (causal_lm.UNPACK_VARIANTS, causal_lm.UNPACK_CHOICES),
-        (pool.POOLING_VARIANTS, pool.POOLING_CHOICES),
-        (losses.WITHOUT_LABEL_VARIANTS, losses.BY_LABEL),
-        (losses.AT_LABEL_VARIANTS, losses.BY_LABEL),
-        (classification.SOFTPLUS_VARIANTS, classification.SOFTPLUS_CHOICES),
-        (classification.CROSS_ENTROPY_VARIANTS, classification.CROSS_ENTROPY_CHOICES),
-        (classification.COST_VARIANTS, classification.COST_CHOICES),
-        (classification.NLL_VARIANTS, classification.NLL_CHOICES),
-        (classification.LABEL_SCORE_VARIANTS, classification.LABEL_SCORE_CHOICES),
-        (metrics.HIT_VARIANTS, metrics.HIT_CHOICES),
-        *(
-            (conv_weight.WEIGHT_GRAD_VARIANTS, choices)
-            for choices in conv_weight.WEIGHT_GRAD_CHOICES.values()
-        ),
-        *((conv.INPUT_GRAD_VARIANTS, choices) for choices in conv.INPUT_GRAD_CHOICES.values()),
-    ]
-    for variants, choices in tables:
-        names = [c.variant for c in choices]
-        assert set(names) <= variants.keys()
+    names = set()
+    for name, variants, choices, by_family in tables():
+        chosen = [c.variant for c in choices]
+        assert set(chosen) <= variants.keys(), name
         last = choices[-1]
-        assert (last.when, last.prefers, last.lacks) == (rule_registry.always, None, None)
-        unused = variants.keys() - set(names)
-        assert (
-            variants is conv_weight.WEIGHT_GRAD_VARIANTS
-            or variants is conv.INPUT_GRAD_VARIANTS
-            or not unused
-        )
+        assert (last.when, last.prefers, last.lacks) == (rule_registry.always, None, None), name
+        assert by_family or set(chosen) == variants.keys(), name
+        names.add(name)
+    assert len(names) > 25

@@ -11,12 +11,12 @@ import onnx
 
 import onnxtrain
 from onnxtrain import targets as table
+from onnxtrain.importer.opset import NEWEST_IR, NEWEST_OPSET
 from tests.cases.base import OpCase
 from tests.cases.coverage import how
 from tests.cases.evaluate import Arrays, assert_close, is_float, oracle_of, reference, stock
 
 TARGETS = [name for name in table.TARGETS if name != "cpu"]
-NEWEST_OPSET, NEWEST_IR = 26, 13
 
 
 @dataclass(frozen=True)

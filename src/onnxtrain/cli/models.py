@@ -29,6 +29,7 @@ from onnxtrain.cli.flags import Json, Model, OptionValues, Wrt, flags_from, read
 from onnxtrain.errors import LoweringError, PrepareError, ProbeError
 from onnxtrain.graph.io import load, save
 from onnxtrain.graph.io.writer import write_text
+from onnxtrain.importer.opset import NEWEST_OPSET
 from onnxtrain.losses import LossTerm
 from onnxtrain.lowering.lower import find_profile, verified_on
 from onnxtrain.lowering.lower import lower as lower_model
@@ -296,7 +297,7 @@ def lower(
     model: Model,
     output: Annotated[Path, Option("--output", "-o", help="Output .onnx file.")],
     profile: _Profile = None,
-    opset: Annotated[int | None, Option(help="Opset of the result, 7 to 26.")] = None,
+    opset: Annotated[int | None, Option(help=f"Opset of the result, 7 to {NEWEST_OPSET}.")] = None,
     dim: Annotated[
         list[str] | None, Option(help="Value of a symbolic size: batch=1; repeatable.")
     ] = None,
@@ -368,7 +369,7 @@ def profiles(as_json: Json = False) -> None:
         low, high = p.opset
         table.add_row(p.name, p.version, f"{low}-{high}", str(p.prefer), str(len(p.ops)))
     Console().print(table)
-    typer.echo("also opset-7 to opset-26: all operators of that opset")
+    typer.echo(f"also opset-7 to opset-{NEWEST_OPSET}: all operators of that opset")
 
 
 probe = typer.Typer(
@@ -382,7 +383,8 @@ _Pack = Annotated[Path, Argument(help="Folder of the test pack.")]
 def pack(
     folder: _Pack,
     opset: Annotated[
-        list[int] | None, Option(help="Opset to write nodes for; repeatable. Default: 7 to 26.")
+        list[int] | None,
+        Option(help=f"Opset to write nodes for; repeatable. Default: 7 to {NEWEST_OPSET}."),
     ] = None,
 ) -> None:
     """Write a pack of single-node models with runners for Python, Node and browsers."""

@@ -22,6 +22,7 @@ from onnxtrain.errors import ProfileError, expected_one_of
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.nodes import is_standard, nodes
 from onnxtrain.graph.shapes.inference import infer_shapes
+from onnxtrain.importer.opset import NEWEST_OPSET
 from onnxtrain.lowering.opset_converters import Draft, NotConvertibleError, convert_node
 
 
@@ -31,7 +32,7 @@ class Profile:
 
     name: str
     version: str = ""
-    opset: tuple[int, int] = (7, 26)
+    opset: tuple[int, int] = (7, NEWEST_OPSET)
     """Oldest and newest supported opset."""
     prefer: int = 17
     """Default opset of lowered models."""

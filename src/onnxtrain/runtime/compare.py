@@ -17,6 +17,7 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.nodes import captured
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.simplify import RANDOM_OPS
+from onnxtrain.importer.opset import NEWEST_OPSET
 from onnxtrain.runtime import session
 
 _SIZES = (2, 3, 1, 4, 8, 16)  # values to try for symbolic sizes, in this order
@@ -138,7 +139,9 @@ def runner(model: onnx.ModelProto, *, fall_back: bool = False) -> tuple[Runner |
 
 def _opset_supported(model: onnx.ModelProto) -> bool:
     """Return whether onnxruntime supports the opset, so that its error is about the model."""
-    return all(o.domain not in ("", "ai.onnx") or o.version <= 26 for o in model.opset_import)
+    return all(
+        o.domain not in ("", "ai.onnx") or o.version <= NEWEST_OPSET for o in model.opset_import
+    )
 
 
 def random_feeds(model: onnx.ModelProto, sizes: Mapping[str, int]) -> Iterator[Arrays]:
