@@ -50,7 +50,7 @@ def test_a_value_inside_trains_what_leads_to_it() -> None:
 
 
 def test_the_refusal_names_that_value() -> None:
-    with pytest.raises(PrepareError, match=r"LossTerm\('cross_entropy', output='scores'\)"):
+    with pytest.raises(PrepareError, match=r"LossTerm\('mse', output='scores'\)"):
         onnxtrain.build(policy(), loss="mse", optimizer="sgd")
 
 

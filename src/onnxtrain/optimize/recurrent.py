@@ -15,7 +15,7 @@ from onnxtrain import thresholds as T
 from onnxtrain.expand.control_flow import RECURRENT, int_per_value, unroll
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder, replace_value
-from onnxtrain.graph.nodes import nodes, subgraphs_of
+from onnxtrain.graph.nodes import is_op, nodes, subgraphs_of
 
 _ELEMENTWISE = ("Add", "Mul", "Neg", "Sub")
 _Stack = tuple[ir.Value, int]
@@ -80,7 +80,7 @@ class _Hoist:
             return False
         outer = [self.stacks[x][0] if x in self.stacks else x for x in n.inputs]
         attributes = {k: a.value for k, a in n.attributes.items()}
-        if n.op_type == "Split":
+        if is_op(n, "Split"):
             rank = len(S.dims_of(known[0]) or ())
             if any(S.constant_of(x) is None for x in others if x is not None):
                 return False
@@ -106,7 +106,7 @@ class _Hoist:
             if y in self.stacks or any(x is None for x in n.inputs):
                 continue
             inputs = [x for x in n.inputs if x is not None]
-            product = n.op_type == "Mul"
+            product = is_op(n, "Mul")
             found = self._product(*inputs) if product else self._concatenation(n, inputs)
             if found is not None:
                 self.factored[y] = found

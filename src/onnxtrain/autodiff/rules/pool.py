@@ -189,7 +189,9 @@ def _unpooling_kernel(x: ir.Value, y: ir.Value, win: Windows) -> list[int] | Non
 def _scatter(op: OpBuilder, dy: ir.Value, indices: ir.Value, x: ir.Value) -> ir.Value:
     """Scatter-add ``dy`` at flat positions of a tensor with the size of ``x``."""
     assert x.dtype is not None
-    updates = op.Reshape(upcast_half(op, dy), [-1])
+    # CPUs have no kernel for float16; bfloat16 is for GPUs, which have one.
+    dy = upcast_half(op, dy) if dy.dtype == ir.DataType.FLOAT16 else dy
+    updates = op.Reshape(dy, [-1])
     assert updates.dtype is not None
     flat = op.full(_vector(op, _size(op, x)), 0.0, updates.dtype)
     where = op.Reshape(indices, [-1])
