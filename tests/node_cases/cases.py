@@ -13,10 +13,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from onnxtrain.importer.opset import NEWEST_IR, NEWEST_OPSET
 from tests.node_cases.borders import tensor_borders
 
-NEWEST_OPSET = 26
-NEWEST_IR = 13
 FLOATS = (
     onnx.TensorProto.FLOAT,
     onnx.TensorProto.DOUBLE,
