@@ -128,7 +128,7 @@ def _build(model: Artifacts | Source, device: Device, options: dict[str, Any]) -
     """Return artifacts of a model for the target of a device.
 
     Raises:
-        TypeError: if the options are none of ``build``, or there is no model.
+        TypeError: if the options are not those of ``build``, or no model is given.
     """
     if "loss" not in options or isinstance(model, Artifacts):
         raise TypeError(f"Trainer() got an unexpected keyword argument {min(options)!r}")
