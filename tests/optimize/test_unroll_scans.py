@@ -121,6 +121,29 @@ def test_bias_gradients_are_sums_after_the_loop() -> None:
     assert "ReduceSum" not in {n.op_type for n in body.node}
 
 
+@pytest.mark.parametrize("shape", ["", "[1]", "[1,1]"])
+def test_constants_of_the_body_leave_it_with_the_operator(shape: str) -> None:
+    text = f"""<ir_version: 10, opset_import: ["": 21]>
+        g (float[2] s, float[3,2] x) => (float[2] last) {{
+          last = Scan <num_scan_inputs=1,
+              body = b (float[2] s0, float[2] x0) => (float[2] s1) <float{shape} c = {{2.0}}> {{
+                scaled = Mul(x0, c)
+                t = ReduceSum<keepdims=0>(scaled)
+                s1 = Add(s0, t)
+              }}> (s, x)
+        }}"""
+    model = onnx.shape_inference.infer_shapes(parser.parse_model(text))
+    graph = ir.from_proto(model)
+    hoisted = hoist_from_scans(graph, OpBuilder(graph.graph, "t/", target="cuda"))
+    assert hoisted == (shape != "[1,1]")
+    feeds = {"s": np.ones(2, np.float32), "x": np.arange(6, dtype=np.float32).reshape(3, 2)}
+    before, after = (
+        runtime.run(runtime.create(m.SerializeToString()), ["last"], feeds)[0]
+        for m in (model, ir.to_proto(graph))
+    )
+    np.testing.assert_array_equal(after, before)
+
+
 def test_slices_of_opposite_directions_stay_in_the_loop() -> None:
     text = """<ir_version: 10, opset_import: ["": 21]>
         g (float[2] s, float[3,2] x) => (float[2] last) {

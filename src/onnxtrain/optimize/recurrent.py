@@ -78,20 +78,27 @@ class _Hoist:
         others = [x for x in n.inputs if x not in self.stacks]
         if not known or not self._alike(known):
             return False
-        outer = [self.stacks[x][0] if x in self.stacks else x for x in n.inputs]
         attributes = {k: a.value for k, a in n.attributes.items()}
         if is_op(n, "Split"):
             rank = len(S.dims_of(known[0]) or ())
             if any(S.constant_of(x) is None for x in others if x is not None):
                 return False
             attributes["axis"] = attributes.get("axis", 0) % rank + 1
-        elif any(x is None or _is_not_scalar(x) for x in others):
-            return False
+        elif any(x is None or _is_not_scalar(x) for x in others) or not S.same_shape(
+            n.outputs[0], known[0]
+        ):
+            return False  # a constant of higher rank would add axes to each slice
+        outer = [self.stacks[x][0] if x in self.stacks else self._outside(x) for x in n.inputs]
         made = self.op.emit(n.op_type, *outer, _outputs=len(n.outputs), **attributes)
         turn = self.stacks[known[0]][1]
         for y, stack in zip(n.outputs, _outputs(made), strict=True):
             self.stacks[y] = stack, turn
         return True
+
+    def _outside(self, x: ir.Value | None) -> ir.Value | None:
+        """Return a constant of the body as one of the graph around it."""
+        array = None if x is None else S.constant_of(x)
+        return x if x is None or array is None else self.op.const(array, x.dtype)
 
     def _alike(self, values: Sequence[ir.Value]) -> bool:
         """Return whether values have equal shapes, and the loop reads them in one direction."""
