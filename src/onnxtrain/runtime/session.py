@@ -267,8 +267,8 @@ _CPU_SHARE = 0.25
 def _check_share(session: Any, device: Device, source: bytes | str) -> None:
     """Raise an error if most of a model runs on the CPU; shape arithmetic belongs there.
 
-    A provider that lacks kernels is not an error of onnxruntime: it runs these nodes on the CPU, and
-    copies what they read and write.
+    A provider that lacks kernels is not an error of onnxruntime: it runs these nodes on the CPU,
+    and copies what they read and write.
     """
     if device.allow_cpu_fallback:
         return
